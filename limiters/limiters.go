@@ -16,7 +16,6 @@ package limiters
 import (
 	"context"
 	"encoding/hex"
-	"errors"
 	"fmt"
 	"time"
 )
@@ -88,6 +87,7 @@ type Limit struct {
 	tick        time.Duration // resolution of the bucket's clock
 	periodTicks int64         // Period in ticks; a token is this many units
 	suffix      string        // what follows the identity in the limit's keys
+	args        []any         // of admit.lua, up to the flag dark
 }
 
 // NewRate returns a token bucket limit: requests per period on average, at most
@@ -129,6 +129,7 @@ func NewRate(pool, name string, requests int64, period time.Duration, capacity, 
 		return nil, fmt.Errorf("rate: burst %d is too large for a period of %s; at most %d", capacity, period, maxExact/l.periodTicks)
 	}
 	l.suffix = ":r:" + name + ":" + period.String()
+	l.args = []any{requests, l.capacityUnits(), l.costUnits(), l.tick.Microseconds()}
 	return l, nil
 }
 
@@ -150,6 +151,7 @@ func NewConcurrency(pool, name string, capacity int64, lease time.Duration) (*Li
 		Pool: pool, Kind: Concurrency, Name: name,
 		Capacity: capacity, Cost: 1, Lease: lease,
 		suffix: ":c:" + name,
+		args:   []any{capacity, lease.Microseconds()},
 	}, nil
 }
 
@@ -165,7 +167,7 @@ type Check struct {
 // ones and itself alone, and takes only when they all allow.
 type Ask struct {
 	Identity Identity
-	Checks   []Check
+	Checks   []Check // at least one; rate limits before concurrency limits
 }
 
 // Outcome is the answer to one Check.
@@ -220,7 +222,7 @@ type Admission struct {
 	// checks.
 	Results []Result
 
-	leases []lease
+	leases []*lease // taken, to be given back by Release
 }
 
 // Store decides asks. Its implementations, Redis and Memory, agree exactly.
@@ -239,6 +241,3 @@ type Store interface {
 	// unsent, and closes connections.
 	Close() error
 }
-
-// errShort is returned for a reply that has not the shape the script promises.
-var errShort = errors.New("reply of an unexpected shape")

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package limiters
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"strings"
+	"sync"
+
+	"github.com/redis/go-redis/v9"
+	"github.com/redis/go-redis/v9/logging"
+)
+
+var (
+	// errShape is returned for a reply that is not what the script promises.
+	errShape = errors.New("reply of an unexpected shape")
+
+	// errLate is returned when the server came to a call only after its
+	// deadline. Nothing was taken.
+	errLate = errors.New("the server came to it too late")
+)
+
+// mayHaveRun reports whether a call that failed may have taken something, now
+// or until its deadline. A server that answers with an error has not: the
+// scripts check everything before they write.
+func mayHaveRun(err error) bool {
+	var answer redis.Error
+	var dial *net.OpError
+	switch {
+	case errors.As(err, &answer), errors.Is(err, errLate), errors.Is(err, redis.ErrClosed):
+		return false
+	case errors.As(err, &dial) && dial.Op == "dial":
+		return false
+	case errors.Is(err, redis.ErrPoolTimeout):
+		return false
+	}
+	return true
+}
+
+// Reason names the cause of a store error in one word of a fixed set, for
+// metrics: timeout, connection, late, loading, readonly, oom, auth, busy,
+// cluster, wrong_type, shape, closed or other.
+func Reason(err error) string {
+	var netErr net.Error
+	switch {
+	case errors.Is(err, errShape):
+		return "shape"
+	case errors.Is(err, errLate):
+		return "late"
+	case errors.Is(err, redis.ErrClosed):
+		return "closed"
+	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, redis.ErrPoolTimeout):
+		return "timeout"
+	}
+	var answer redis.Error
+	if errors.As(err, &answer) {
+		word, _, _ := strings.Cut(answer.Error(), " ")
+		switch word {
+		case "LOADING":
+			return "loading"
+		case "READONLY", "MASTERDOWN", "NOREPLICAS":
+			return "readonly"
+		case "OOM":
+			return "oom"
+		case "NOAUTH", "WRONGPASS", "NOPERM":
+			return "auth"
+		case "BUSY":
+			return "busy"
+		case "CLUSTERDOWN", "TRYAGAIN", "MOVED", "ASK", "CROSSSLOT":
+			return "cluster"
+		case "WRONGTYPE":
+			return "wrong_type"
+		}
+		return "other"
+	}
+	switch {
+	case errors.As(err, &netErr) && netErr.Timeout():
+		return "timeout"
+	case netErr != nil, errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, net.ErrClosed):
+		return "connection"
+	}
+	return "other"
+}
+
+// quietClient silences go-redis's own log, which has a line for every failed
+// dial: what fails is reported by Observe, and not on standard error.
+var quietClient = sync.OnceFunc(logging.Disable)

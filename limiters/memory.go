@@ -1,0 +1,353 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package limiters
+
+import (
+	"context"
+	"encoding/binary"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	memoryShards = 64
+
+	// DefaultMemoryBuckets bounds the buckets that a Memory keeps: some
+	// 200 MB at most.
+	DefaultMemoryBuckets = 1 << 20
+
+	// renewEvery is a third of the shortest lease, so that a lease survives
+	// two renewals that come late.
+	renewEvery = MinLease / 3
+)
+
+// Memory is a Store in the memory of this process: the limits hold for this
+// process alone and start anew with it.
+//
+// It is also the specification of the Lua scripts: given the same clock, both
+// answer every sequence of operations alike. It trades exactness for bounded
+// memory in one case: when more buckets are in use at once than it may keep,
+// it forgets some, which are then full.
+type Memory struct {
+	shards [memoryShards]memoryShard
+	start  time.Time
+	nextID atomic.Uint64
+
+	stop chan struct{}
+	done chan struct{}
+}
+
+type memoryShard struct {
+	maxBuckets int
+
+	mu      sync.Mutex // guards below
+	buckets map[stateKey]bucket
+	slots   map[stateKey]*slots
+}
+
+// bucket is what Redis keeps as the string "level at".
+type bucket struct {
+	level   int64 // units
+	at      int64 // ticks
+	expires int64 // ms; after it the bucket does not exist
+}
+
+// slots is what Redis keeps as a sorted set.
+type slots struct {
+	ends    map[uint64]int64 // lease id -> end, us
+	expires int64            // ms
+	oldest  int64            // us; no lease ends before it
+	lease   int64            // us; of the limit that was last applied
+}
+
+// NewMemory returns a Memory that keeps at most maxBuckets buckets, or
+// DefaultMemoryBuckets if that is 0.
+func NewMemory(maxBuckets int) *Memory {
+	if maxBuckets <= 0 {
+		maxBuckets = DefaultMemoryBuckets
+	}
+	m := &Memory{start: time.Now(), stop: make(chan struct{}), done: make(chan struct{})}
+	for i := range m.shards {
+		m.shards[i] = memoryShard{
+			maxBuckets: max(1, maxBuckets/memoryShards),
+			buckets:    map[stateKey]bucket{},
+			slots:      map[stateKey]*slots{},
+		}
+	}
+	go m.upkeepLoop()
+	return m
+}
+
+// now is the store's clock in us: it moves as monotonic time does.
+func (m *Memory) now() int64 {
+	return m.start.UnixMicro() + time.Since(m.start).Microseconds()
+}
+
+// Admit implements Store. It never fails.
+func (m *Memory) Admit(_ context.Context, asks []Ask) (Admission, error) {
+	return m.admitAt(m.now(), asks), nil
+}
+
+func (m *Memory) admitAt(now int64, asks []Ask) Admission {
+	adm := Admission{Allowed: true}
+	for _, ask := range asks {
+		id := m.nextID.Add(1)
+		allowed := m.shard(ask.Identity).admit(now, ask, id, &adm)
+		adm.Allowed = adm.Allowed && allowed
+	}
+	if !adm.Allowed {
+		m.Release(adm)
+		adm.leases = nil
+	}
+	return adm
+}
+
+// Release implements Store.
+func (m *Memory) Release(adm Admission) {
+	for _, l := range adm.leases {
+		m.shard(l.key.identity).release(l.key, l.id)
+	}
+}
+
+// Close implements Store.
+func (m *Memory) Close() error {
+	close(m.stop)
+	<-m.done
+	return nil
+}
+
+// upkeepLoop renews every lease, since each is held by a request of this very
+// process, and forgets what is no longer needed.
+func (m *Memory) upkeepLoop() {
+	defer close(m.done)
+	ticker := time.NewTicker(renewEvery)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-m.stop:
+			return
+		case <-ticker.C:
+			now := m.now()
+			for i := range m.shards {
+				m.shards[i].upkeep(now)
+			}
+		}
+	}
+}
+
+func (m *Memory) shard(id Identity) *memoryShard {
+	// An identity is a keyed hash: its bits are as good as random.
+	return &m.shards[binary.LittleEndian.Uint64(id[:])%memoryShards]
+}
+
+// admit is the script admit.lua. It appends its results, and the leases it
+// takes, to adm and reports whether every enforced check allows.
+func (s *memoryShard) admit(now int64, ask Ask, id uint64, adm *Admission) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+
+	type state struct {
+		level, clock int64
+		fits, behind bool
+	}
+	var few [4]state
+	states := few[:0]
+	allowed := true
+
+	for _, c := range ask.Checks {
+		l := c.Limit
+		key := l.stateKey(ask.Identity)
+		var st state
+		if l.Kind == Rate {
+			st.clock = now / l.tick.Microseconds()
+			st.level = l.capacityUnits()
+			if b, ok := s.buckets[key]; ok && now/1000 <= b.expires {
+				st.behind = st.clock < b.at
+				st.level = l.refill(b.level, st.clock-b.at)
+			}
+			st.fits = st.level >= l.costUnits()
+		} else {
+			if set := s.slots[key]; set != nil {
+				st.level = set.live(now)
+			}
+			st.fits = st.level < l.Capacity
+			if !st.fits {
+				s.slots[key].cutBack(now + l.Lease.Microseconds())
+			}
+		}
+		if !st.fits && !c.Dark {
+			allowed = false
+		}
+		states = append(states, st)
+	}
+
+	for i, c := range ask.Checks {
+		l, st := c.Limit, &states[i]
+		key := l.stateKey(ask.Identity)
+		take := allowed && st.fits
+		if l.Kind == Rate {
+			if take {
+				st.level -= l.costUnits()
+			}
+			if take || st.behind {
+				s.put(now, key, bucket{st.level, st.clock, now/1000 + l.ttl(st.level)})
+			}
+		} else if take {
+			s.acquire(now, key, l, id)
+			adm.leases = append(adm.leases, &lease{key: key, id: id})
+			st.level++
+		}
+
+		outcome := int64(replyNotEvaluated)
+		if allowed || !c.Dark {
+			outcome = replyDenied
+			if st.fits {
+				outcome = replyAllowed
+			}
+		}
+		r, _ := l.result(outcome, st.level) // cannot fail: the outcome is one of the three
+		adm.Results = append(adm.Results, r)
+	}
+	return allowed
+}
+
+// put stores a bucket; mu must be held. When the shard is full it forgets a
+// few others: those that are full again, and if there are none, one at random.
+func (s *memoryShard) put(now int64, key stateKey, b bucket) {
+	if _, ok := s.buckets[key]; !ok && len(s.buckets) >= s.maxBuckets {
+		const look = 16
+		n, freed := 0, false
+		for k, old := range s.buckets {
+			if n++; now/1000 > old.expires || (n == look && !freed) {
+				delete(s.buckets, k)
+				freed = true
+			}
+			if n == look {
+				break
+			}
+		}
+	}
+	s.buckets[key] = b
+}
+
+// sweep forgets buckets that are full again; mu must be held. As Redis does, it
+// looks at a few and goes on while that is worth it.
+func (s *memoryShard) sweep(now int64) {
+	const look, rounds = 20, 16
+	for range rounds {
+		n, expired := 0, 0
+		for k, b := range s.buckets {
+			if now/1000 > b.expires {
+				delete(s.buckets, k)
+				expired++
+			}
+			if n++; n == look {
+				break
+			}
+		}
+		if expired < look/4 {
+			return
+		}
+	}
+}
+
+// acquire adds a lease; mu must be held.
+func (s *memoryShard) acquire(now int64, key stateKey, l *Limit, id uint64) {
+	set := s.slots[key]
+	if set == nil || now/1000 > set.expires {
+		set = &slots{ends: map[uint64]int64{}, oldest: now}
+		s.slots[key] = set
+	}
+	set.purge(now)
+	set.renew(now, l.Lease.Microseconds(), id)
+}
+
+// release is ZREM.
+func (s *memoryShard) release(key stateKey, id uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if set := s.slots[key]; set != nil {
+		delete(set.ends, id)
+		if len(set.ends) == 0 {
+			delete(s.slots, key)
+		}
+	}
+}
+
+// renewAt is the script renew.lua.
+func (s *memoryShard) renewAt(now int64, key stateKey, lease int64, ids ...uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	set := s.slots[key]
+	if set == nil || now/1000 > set.expires {
+		set = &slots{ends: map[uint64]int64{}, oldest: now}
+		s.slots[key] = set
+	}
+	set.renew(now, lease, ids...)
+}
+
+// upkeep renews every lease of the shard and forgets buckets that are full.
+func (s *memoryShard) upkeep(now int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.sweep(now)
+	for _, set := range s.slots {
+		for id := range set.ends {
+			set.renew(now, set.lease, id)
+		}
+	}
+}
+
+// live counts the leases that have not ended.
+func (s *slots) live(now int64) int64 {
+	if now/1000 > s.expires {
+		return 0
+	}
+	if now <= s.oldest {
+		return int64(len(s.ends))
+	}
+	var n int64
+	for _, end := range s.ends {
+		if end >= now {
+			n++
+		}
+	}
+	return n
+}
+
+// purge drops the leases that have ended.
+func (s *slots) purge(now int64) {
+	if now <= s.oldest {
+		return
+	}
+	oldest := int64(1<<63 - 1)
+	for id, end := range s.ends {
+		if end < now {
+			delete(s.ends, id)
+			continue
+		}
+		oldest = min(oldest, end)
+	}
+	s.oldest = oldest
+}
+
+// renew lets leases end one lease from now.
+func (s *slots) renew(now, lease int64, ids ...uint64) {
+	for _, id := range ids {
+		s.ends[id] = now + lease
+	}
+	s.oldest = min(s.oldest, now+lease)
+	s.expires = now/1000 + lease/1000 + 2
+	s.lease = lease
+}
+
+// cutBack shortens leases that end later than any could: the clock was set back.
+func (s *slots) cutBack(latest int64) {
+	for id, end := range s.ends {
+		if end > latest {
+			s.ends[id] = latest
+		}
+	}
+	s.oldest = min(s.oldest, latest)
+}

@@ -1,0 +1,101 @@
+-- admit.lua: decides every bucket and every concurrency limit of one identity
+-- at once. If an enforced one denies, nothing is taken. A dark one is decided
+-- against the enforced ones and itself alone.
+--
+-- KEYS, first one for each bucket, then one for each concurrency limit:
+--   <prefix><pool>:{<identity>}:r:<limit>:<period>   string "level at"
+--   <prefix><pool>:{<identity>}:c:<limit>            sorted set of leases, score = end in us
+-- ARGV[1] deadline   us of server time; from then on nothing is decided
+-- ARGV[2] buckets    how many of KEYS are buckets
+-- ARGV[3] lease      id of the lease to take
+-- for each bucket:
+--   bucket[1] refill     units a tick; a token is as many units as its period has ticks
+--   bucket[2] capacity   units
+--   bucket[3] cost       units
+--   bucket[4] tick       us, 1 or 1000: the resolution of "at"
+--   bucket[5] dark       1 or 0
+-- for each concurrency limit:
+--   slot[1] capacity     leases
+--   slot[2] lease        us
+--   slot[3] dark         1 or 0
+--   slot[4] ended        how many ids follow: leases of this key that have ended
+-- Returns integers:
+--   reply[1] now         us; alone if the deadline has passed
+-- then for each key:
+--   answer[1] outcome    0 denied, 1 allowed, 2 not evaluated
+--   answer[2] level      units left, or leases live, after this request
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2] -- us
+if now >= tonumber(ARGV[1]) then return {now} end
+
+local buckets = tonumber(ARGV[2])
+local arg = 4
+local allowed = true
+local level, clock, fits, behind = {}, {}, {}, {}
+
+for i = 1, buckets do
+  local refill, capacity, cost = tonumber(ARGV[arg]), tonumber(ARGV[arg + 1]), tonumber(ARGV[arg + 2])
+  clock[i] = math.floor(now / tonumber(ARGV[arg + 3]))
+  level[i] = capacity
+  local stored = redis.call('GET', KEYS[i])
+  if stored then
+    local old, at = string.match(stored, '^(%d+) (%d+)$')
+    if old then
+      at = tonumber(at)
+      behind[i] = clock[i] < at -- the server's clock was set back
+      level[i] = math.min(capacity, tonumber(old) + math.max(0, clock[i] - at) * refill)
+    end
+  end
+  fits[i] = level[i] >= cost
+  if not fits[i] and ARGV[arg + 4] == '0' then allowed = false end
+  arg = arg + 5
+end
+
+local slots = arg
+for i = buckets + 1, #KEYS do
+  local capacity, lease, ended = tonumber(ARGV[arg]), tonumber(ARGV[arg + 1]), tonumber(ARGV[arg + 3])
+  if ended > 0 then redis.call('ZREM', KEYS[i], unpack(ARGV, arg + 4, arg + 3 + ended)) end
+  level[i] = redis.call('ZCOUNT', KEYS[i], now, '+inf')
+  fits[i] = level[i] < capacity
+  if not fits[i] then
+    -- No lease is longer than this: an end beyond it is of a clock that was set back.
+    for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[i], now + lease + 1, '+inf')) do
+      redis.call('ZADD', KEYS[i], now + lease, id)
+    end
+    if ARGV[arg + 2] == '0' then allowed = false end
+  end
+  arg = arg + 4 + ended
+end
+
+local reply = {now}
+arg = 4
+for i = 1, buckets do
+  local refill, capacity, tick = tonumber(ARGV[arg]), tonumber(ARGV[arg + 1]), tonumber(ARGV[arg + 3])
+  local take = allowed and fits[i]
+  if take then level[i] = level[i] - tonumber(ARGV[arg + 2]) end
+  if take or behind[i] then
+    local missing = capacity - level[i]
+    local full = (missing - math.fmod(missing, refill)) / refill -- ticks, rounded down
+    local ms = 1000 / tick                                       -- ticks a millisecond
+    redis.call('SET', KEYS[i], string.format('%.0f %.0f', level[i], clock[i]),
+      'PX', (full - math.fmod(full, ms)) / ms + 2)
+  end
+  reply[#reply + 1] = (allowed or ARGV[arg + 4] == '0') and (fits[i] and 1 or 0) or 2
+  reply[#reply + 1] = level[i]
+  arg = arg + 5
+end
+
+arg = slots
+for i = buckets + 1, #KEYS do
+  local lease = tonumber(ARGV[arg + 1])
+  if allowed and fits[i] then
+    redis.call('ZREMRANGEBYSCORE', KEYS[i], '-inf', now - 1)
+    redis.call('ZADD', KEYS[i], now + lease, ARGV[3])
+    redis.call('PEXPIRE', KEYS[i], lease / 1000 + 2)
+    level[i] = level[i] + 1
+  end
+  reply[#reply + 1] = (allowed or ARGV[arg + 2] == '0') and (fits[i] and 1 or 0) or 2
+  reply[#reply + 1] = level[i]
+  arg = arg + 4 + tonumber(ARGV[arg + 3])
+end
+return reply

@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package striperatelimit
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
+)
+
+const (
+	metricsNamespace = "caddy"
+	metricsSubsystem = "stripe_ratelimit"
+)
+
+// The collectors belong to the process, not to a config: Caddy makes a registry
+// for each config, and a counter that started again with every reload, or that
+// requests of the last config could no longer reach, would be of no use.
+//
+// Label values come from the config and from fixed sets, never from a request.
+var (
+	requestsTotal = prometheus.NewCounterVec(counterOpts("requests_total",
+		"Requests by what became of them, once for each pool they entered."),
+		[]string{"pool", "criticality", "outcome"})
+
+	decisionsTotal = prometheus.NewCounterVec(counterOpts("decisions_total",
+		"Decisions of each limit. In mode dark nothing is rejected, whatever the outcome."),
+		[]string{"pool", "kind", "limit", "mode", "outcome"})
+
+	storeErrorsTotal = prometheus.NewCounterVec(counterOpts("store_errors_total",
+		"Failed calls of the store."),
+		[]string{"operation", "reason"})
+
+	storeDuration = prometheus.NewHistogramVec(prometheus.HistogramOpts{
+		Namespace: metricsNamespace,
+		Subsystem: metricsSubsystem,
+		Name:      "store_duration_seconds",
+		Help:      "How long calls of the store took, failed ones included.",
+		// 0.1 ms is a Redis in the next rack, 100 ms is twice the default timeout.
+		Buckets: []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1},
+	}, []string{"operation"})
+
+	limitMode = gaugeDesc("limit_mode",
+		"How each limit is applied: 0 off, 1 dark, 2 enforced, 1.25 enforced for 25 percent of the identities. Of handlers that differ, the strongest.",
+		"pool", "kind", "limit", "source")
+
+	storeInfo = gaugeDesc("store_info",
+		"The store in use: memory, redis, redis_cluster or redis_sentinel.",
+		"store")
+
+	inFlight = gaugeDesc("in_flight",
+		"Requests in progress on this instance, those of superseded configs included.",
+		"pool", "type")
+)
+
+func counterOpts(name, help string) prometheus.CounterOpts {
+	return prometheus.CounterOpts{Namespace: metricsNamespace, Subsystem: metricsSubsystem, Name: name, Help: help}
+}
+
+func gaugeDesc(name, help string, labels ...string) *prometheus.Desc {
+	return prometheus.NewDesc(prometheus.BuildFQName(metricsNamespace, metricsSubsystem, name), help, labels, nil)
+}
+
+// registerMetrics makes the metrics part of a config's registry. It is to be
+// called first thing in every Provision: a config that fails later has replaced
+// the admin endpoint by then, and /metrics would lack what it did not register.
+func registerMetrics(reg *prometheus.Registry) error {
+	for _, c := range []prometheus.Collector{requestsTotal, decisionsTotal, storeErrorsTotal, storeDuration, gauges} {
+		var already prometheus.AlreadyRegisteredError
+		if err := reg.Register(c); err != nil && !errors.As(err, &already) {
+			return err
+		}
+	}
+	return nil
+}
+
+// poolMetrics counts the requests of one pool. It is safe for concurrent use.
+type poolMetrics struct {
+	pool     string
+	requests [shedding.Critical + 1]map[outcome]prometheus.Counter
+}
+
+// newPoolMetrics resolves the counters of a pool, so that a request costs no
+// lookup by labels and zeros are visible for all that can happen.
+func newPoolMetrics(pool string) *poolMetrics {
+	m := &poolMetrics{pool: pool}
+	for c := range m.requests {
+		outcomes := []outcome{outcomeAllowed, outcomeDenied, outcomeStoreError, outcomePanic}
+		if c == 0 { // not classified
+			outcomes = []outcome{outcomeExempt, outcomePanic}
+		}
+		m.requests[c] = make(map[outcome]prometheus.Counter, len(outcomes))
+		for _, o := range outcomes {
+			m.requests[c][o] = requestsTotal.WithLabelValues(pool, shedding.Criticality(c).String(), string(o))
+		}
+	}
+	return m
+}
+
+// request counts one request. c is the zero Criticality for requests that were
+// not classified.
+func (m *poolMetrics) request(c shedding.Criticality, o outcome) {
+	if counter := m.requests[c][o]; counter != nil {
+		counter.Inc()
+		return
+	}
+	requestsTotal.WithLabelValues(m.pool, c.String(), string(o)).Inc()
+}
+
+// limitMetrics counts the decisions of one limit. It is safe for concurrent use.
+type limitMetrics struct {
+	enforce, dark struct {
+		decisions  [limiters.NotEvaluated + 1]prometheus.Counter
+		noIdentity prometheus.Counter
+	}
+}
+
+// newLimitMetrics resolves the counters of a limit. Both modes are visible from
+// the start, because a switch or a reload may change the mode.
+func newLimitMetrics(pool string, l *limiters.Limit) *limitMetrics {
+	counter := func(mode, outcome string) prometheus.Counter {
+		return decisionsTotal.WithLabelValues(pool, l.Kind.String(), l.Name, mode, outcome)
+	}
+	m := new(limitMetrics)
+	for o := limiters.Unknown; o <= limiters.NotEvaluated; o++ {
+		m.dark.decisions[o] = counter("dark", o.String())
+		if o != limiters.NotEvaluated { // which happens to dark limits alone
+			m.enforce.decisions[o] = counter("enforce", o.String())
+		}
+	}
+	m.dark.noIdentity = counter("dark", "no_identity")
+	m.enforce.noIdentity = counter("enforce", "no_identity")
+	return m
+}
+
+// decision counts what the limit said to one request.
+func (m *limitMetrics) decision(dark bool, o limiters.Outcome) {
+	counter := m.enforce.decisions[o]
+	if dark {
+		counter = m.dark.decisions[o]
+	}
+	if counter != nil {
+		counter.Inc()
+	}
+}
+
+// noIdentity counts a request that the limit could not be applied to because
+// every source of its key was empty.
+func (m *limitMetrics) noIdentity(dark bool) {
+	if dark {
+		m.dark.noIdentity.Inc()
+		return
+	}
+	m.enforce.noIdentity.Inc()
+}
+
+// storeErrorReasons are the reasons that a call of the store may fail for: what
+// can go wrong on the way, and the words that Redis begins its errors with.
+var storeErrorReasons = []string{
+	"timeout", "connection", "other",
+	"busy", "clusterdown", "loading", "masterdown", "misconf", "noauth", "noperm", "oom", "readonly", "wrongpass", "wrongtype",
+}
+
+// storeMetrics observes the calls of one operation of the store. It is safe for
+// concurrent use.
+type storeMetrics struct {
+	operation string
+	duration  prometheus.Observer
+}
+
+// newStoreMetrics resolves the metrics of an operation: admit, release or renew.
+func newStoreMetrics(operation string) *storeMetrics {
+	for _, reason := range storeErrorReasons {
+		storeErrorsTotal.WithLabelValues(operation, reason)
+	}
+	return &storeMetrics{operation: operation, duration: storeDuration.WithLabelValues(operation)}
+}
+
+// observe counts one call. A call that its client gave up is not an error.
+func (m *storeMetrics) observe(d time.Duration, err error) {
+	m.duration.Observe(d.Seconds())
+	if err != nil && !errors.Is(err, context.Canceled) {
+		storeErrorsTotal.WithLabelValues(m.operation, storeErrorReason(err)).Inc()
+	}
+}
+
+// storeErrorReason returns the one of storeErrorReasons that fits.
+func storeErrorReason(err error) string {
+	var (
+		netErr   net.Error
+		replyErr interface {
+			error
+			RedisError() // what go-redis marks error replies with
+		}
+	)
+	switch {
+	case errors.As(err, &replyErr):
+		word, _, _ := strings.Cut(replyErr.Error(), " ")
+		if reason := strings.ToLower(word); slices.Contains(storeErrorReasons, reason) {
+			return reason
+		}
+	case errors.Is(err, context.DeadlineExceeded),
+		errors.As(err, &netErr) && netErr.Timeout():
+		return "timeout"
+	case netErr != nil, errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, net.ErrClosed):
+		return "connection"
+	}
+	return "other"
+}
+
+// gaugeSnapshot is the state that the gauges show. Two entries of one name are
+// allowed: in-flight requests are added up, and the strongest mode is shown.
+type gaugeSnapshot struct {
+	store string // memory, redis, redis_cluster or redis_sentinel; empty: none yet
+	pools []poolGauges
+}
+
+type poolGauges struct {
+	pool        string
+	critical    int64 // in progress, all configs
+	nonCritical int64
+	limits      []limitGauge
+}
+
+type limitGauge struct {
+	kind     limiters.Kind
+	name     string
+	source   string  // what decided the mode: config or switch
+	strength float64 // of the effective mode; see Mode.strength
+}
+
+// strength orders modes: 0 off, 1 dark, 1 to 2 enforced for part of the
+// identities, 2 enforced. The effective mode of several is their minimum. No
+// mode is the default, enforced.
+func (m *Mode) strength() float64 {
+	switch {
+	case m == nil:
+		return 2
+	case m.State == "off":
+		return 0
+	case m.State == "dark":
+		return 1
+	case m.Percent != nil:
+		return 1 + float64(*m.Percent)/100
+	}
+	return 2
+}
+
+// gauges reads the state when it is scraped, so that pools and limits that are
+// gone leave no series behind. What it reads is set once, before any config.
+var gauges = &gaugeCollector{snapshot: func() gaugeSnapshot { return gaugeSnapshot{} }}
+
+type gaugeCollector struct{ snapshot func() gaugeSnapshot }
+
+// Describe implements prometheus.Collector.
+func (*gaugeCollector) Describe(ch chan<- *prometheus.Desc) {
+	ch <- limitMode
+	ch <- storeInfo
+	ch <- inFlight
+}
+
+// Collect implements prometheus.Collector. It sends no series twice, because
+// one such mistake would turn all of Caddy's /metrics into an error.
+func (c *gaugeCollector) Collect(ch chan<- prometheus.Metric) {
+	type limitKey struct {
+		pool, name string
+		kind       limiters.Kind
+	}
+	var (
+		snapshot = c.snapshot()
+		running  = make(map[string][2]int64)
+		limits   = make(map[limitKey]limitGauge)
+	)
+	for _, p := range snapshot.pools {
+		n := running[p.pool]
+		running[p.pool] = [2]int64{n[0] + p.critical, n[1] + p.nonCritical}
+		for _, l := range p.limits {
+			key := limitKey{p.pool, l.name, l.kind}
+			if seen, ok := limits[key]; !ok || l.strength > seen.strength {
+				limits[key] = l
+			}
+		}
+	}
+
+	send := func(desc *prometheus.Desc, value float64, labels ...string) {
+		ch <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value, labels...)
+	}
+	if snapshot.store != "" {
+		send(storeInfo, 1, snapshot.store)
+	}
+	for pool, n := range running {
+		send(inFlight, float64(n[0]), pool, "critical")
+		send(inFlight, float64(n[1]), pool, "non_critical")
+	}
+	for key, l := range limits {
+		send(limitMode, l.strength, key.pool, key.kind.String(), key.name, l.source)
+	}
+}
+
+var _ prometheus.Collector = (*gaugeCollector)(nil)

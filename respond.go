@@ -3,8 +3,6 @@
 package striperatelimit
 
 import (
-	"time"
-
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
@@ -22,11 +20,13 @@ const (
 )
 
 // verdict is all that was decided about a request. It alone feeds the
-// response, metrics, logs and placeholders, so they cannot disagree.
+// response, metrics, logs and placeholders, so they cannot disagree. Once
+// annotate has seen it, it must not be reused for another request.
 type verdict struct {
 	outcome     outcome
-	criticality shedding.Criticality
-	identity    limiters.Identity // of the handler's key; zero if there is none
+	pool        string
+	criticality shedding.Criticality // zero if the request was not classified
+	identity    limiters.Identity    // of the handler's key; zero if there is none
 
 	// The enforced limit that denied: the one with the longest wait; rate
 	// before concurrency.
@@ -38,21 +38,30 @@ type verdict struct {
 	// Every enforced limit that applied, for the RateLimit fields.
 	limits []limitVerdict
 
-	retryAfter int // seconds, on rejections: what Retry-After says
+	retryAfter int  // seconds, on rejections: what Retry-After says; reject sets it
 	closed     bool // on_store_error closed turned the store error into a 503
+
+	latest *verdict // of a later handler on the request's way; see annotate
 }
 
 // limitVerdict is what one limit said.
 type limitVerdict struct {
 	limit    *limiters.Limit
-	source   string // key source word for messages: "API key", "client address", "identity"
-	endpoint bool   // the limit has matchers
+	words    *limitWords // newLimitWords(limit), made once at Provision
+	source   string      // key source word for messages: "API key", "client address", "identity"
+	endpoint bool        // the limit has matchers
 	result   limiters.Result
+}
+
+// limitWords is what responses say of one limit, rendered once.
+type limitWords struct {
+	policy    string // its item of RateLimit-Policy
+	remaining string // its item of RateLimit, up to the number that remains
+	exceeded  string // the message up to the source of the key
+	named     string // the message from there to the wait
 }
 
 // rejects reports whether the request ends here.
 func (v *verdict) rejects() bool {
 	return v.outcome == outcomeDenied || v.outcome == outcomeShed || v.closed
 }
-
-var _ time.Duration

@@ -14,9 +14,10 @@ const maxEnded = 1 << 17
 
 // lease is one taken concurrency slot.
 type lease struct {
-	key    stateKey
-	id     uint64
-	length time.Duration
+	key      stateKey
+	id       uint64
+	length   time.Duration
+	capacity int64 // of the limit that took it
 
 	// Guarded by leaseTable.mu.
 	renewAt time.Time // when the next renewal is due

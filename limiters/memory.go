@@ -195,7 +195,7 @@ func (s *memoryShard) admit(now int64, ask Ask, id uint64, adm *Admission) bool 
 			}
 		} else if take {
 			s.acquire(now, key, l, id)
-			adm.leases = append(adm.leases, &lease{key: key, id: id})
+			adm.leases = append(adm.leases, &lease{key: key, id: id, length: l.Lease, capacity: l.Capacity})
 			st.level++
 		}
 

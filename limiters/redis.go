@@ -248,7 +248,7 @@ func (r *Redis) conclude(now, start time.Time, c *call, adm *Admission) error {
 		}
 		slot++
 		if err != nil || res.Outcome == Allowed {
-			taken = append(taken, &lease{key: key, id: c.id, length: l.Lease})
+			taken = append(taken, &lease{key: key, id: c.id, length: l.Lease, capacity: l.Capacity})
 		}
 	}
 	switch {

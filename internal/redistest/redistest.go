@@ -61,9 +61,7 @@ type Server struct {
 func Start(t testing.TB, args ...string) *Server {
 	t.Helper()
 	s := newServer(t)
-	s.startOnFreePort(func(port int) []string {
-		return append([]string{"--port", strconv.Itoa(port)}, args...)
-	})
+	s.startOnFreePort(args)
 	return s
 }
 
@@ -97,17 +95,18 @@ func missing(t testing.TB, what string) {
 	t.Skipf("%s; skipping a test that needs a real Redis", what)
 }
 
-// startOnFreePort starts the server with the args that args returns for a free
-// port, and with another port if somebody else was faster.
-func (s *Server) startOnFreePort(args func(port int) []string) {
+// startOnFreePort starts the server on a free port, and on another one if
+// somebody else was faster.
+func (s *Server) startOnFreePort(args []string) {
 	s.t.Helper()
 	dir := s.t.TempDir()
 	for range 5 {
 		s.port = FreePort(s.t)
 		s.Addr = "127.0.0.1:" + strconv.Itoa(s.port)
 		s.Args = append([]string{
-			"--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", dir,
-		}, args(s.port)...)
+			"--port", strconv.Itoa(s.port), "--bind", "127.0.0.1",
+			"--save", "", "--appendonly", "no", "--dir", dir,
+		}, args...)
 		err := s.run()
 		if err == nil {
 			return

@@ -3,12 +3,7 @@
 package striperatelimit
 
 import (
-	"context"
 	"errors"
-	"io"
-	"net"
-	"slices"
-	"strings"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -37,14 +32,14 @@ var (
 		[]string{"pool", "kind", "limit", "mode", "outcome"})
 
 	storeErrorsTotal = prometheus.NewCounterVec(counterOpts("store_errors_total",
-		"Failed calls of the store."),
+		"Failed calls of Redis."),
 		[]string{"operation", "reason"})
 
 	storeDuration = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Namespace: metricsNamespace,
 		Subsystem: metricsSubsystem,
 		Name:      "store_duration_seconds",
-		Help:      "How long calls of the store took, failed ones included.",
+		Help:      "How long calls of Redis took, failed ones included.",
 		// 0.1 ms is a Redis in the next rack, 100 ms is twice the default timeout.
 		Buckets: []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1},
 	}, []string{"operation"})
@@ -163,58 +158,29 @@ func (m *limitMetrics) noIdentity(dark bool) {
 	m.enforce.noIdentity.Inc()
 }
 
-// storeErrorReasons are the reasons that a call of the store may fail for: what
-// can go wrong on the way, and the words that Redis begins its errors with.
-var storeErrorReasons = []string{
-	"timeout", "connection", "other",
-	"busy", "clusterdown", "loading", "masterdown", "misconf", "noauth", "noperm", "oom", "readonly", "wrongpass", "wrongtype",
-}
-
-// storeMetrics observes the calls of one operation of the store. It is safe for
-// concurrent use.
-type storeMetrics struct {
-	operation string
-	duration  prometheus.Observer
-}
-
-// newStoreMetrics resolves the metrics of an operation: admit, release or renew.
-func newStoreMetrics(operation string) *storeMetrics {
-	for _, reason := range storeErrorReasons {
-		storeErrorsTotal.WithLabelValues(operation, reason)
-	}
-	return &storeMetrics{operation: operation, duration: storeDuration.WithLabelValues(operation)}
-}
-
-// observe counts one call. A call that its client gave up is not an error.
-func (m *storeMetrics) observe(d time.Duration, err error) {
-	m.duration.Observe(d.Seconds())
-	if err != nil && !errors.Is(err, context.Canceled) {
-		storeErrorsTotal.WithLabelValues(m.operation, storeErrorReason(err)).Inc()
-	}
-}
-
-// storeErrorReason returns the one of storeErrorReasons that fits.
-func storeErrorReason(err error) string {
-	var (
-		netErr   net.Error
-		replyErr interface {
-			error
-			RedisError() // what go-redis marks error replies with
+// newStoreObserver returns what a Redis store reports its operations to. It
+// resolves what it counts, as the others do.
+func newStoreObserver() func(operation string, took time.Duration, err error) {
+	durations := make(map[string]prometheus.Observer)
+	for _, operation := range []string{"admit", "release", "renew"} {
+		durations[operation] = storeDuration.WithLabelValues(operation)
+		for _, reason := range []string{
+			"timeout", "connection", "late", "loading", "readonly", "oom", "auth",
+			"busy", "cluster", "wrong_type", "shape", "closed", "other",
+		} {
+			storeErrorsTotal.WithLabelValues(operation, reason)
 		}
-	)
-	switch {
-	case errors.As(err, &replyErr):
-		word, _, _ := strings.Cut(replyErr.Error(), " ")
-		if reason := strings.ToLower(word); slices.Contains(storeErrorReasons, reason) {
-			return reason
-		}
-	case errors.Is(err, context.DeadlineExceeded),
-		errors.As(err, &netErr) && netErr.Timeout():
-		return "timeout"
-	case netErr != nil, errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, net.ErrClosed):
-		return "connection"
 	}
-	return "other"
+	return func(operation string, took time.Duration, err error) {
+		duration := durations[operation]
+		if duration == nil {
+			duration = storeDuration.WithLabelValues(operation)
+		}
+		duration.Observe(took.Seconds())
+		if err != nil {
+			storeErrorsTotal.WithLabelValues(operation, limiters.Reason(err)).Inc()
+		}
+	}
 }
 
 // gaugeSnapshot is the state that the gauges show. Two entries of one name are

@@ -7,11 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
-	"os"
-	"slices"
+	"maps"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -94,7 +91,7 @@ func TestMetrics_Lint(t *testing.T) {
 	}
 	newPoolMetrics(pool)
 	newLimitMetrics(pool, limit)
-	newStoreMetrics("admit").observe(time.Millisecond, nil)
+	newStoreObserver()("admit", time.Millisecond, nil)
 	setGauges(t, gaugeSnapshot{store: "redis", pools: []poolGauges{{
 		pool: pool, critical: 1,
 		limits: []limitGauge{{kind: limiters.Rate, name: "rate", source: "config", strength: 2}},
@@ -278,71 +275,32 @@ func TestMode_Strength(t *testing.T) {
 	}
 }
 
-// replyError is an error reply as go-redis returns it.
-type replyError string
-
-func (e replyError) Error() string { return string(e) }
-func (replyError) RedisError()     {}
-
-func TestStoreErrorReason(t *testing.T) {
-	cases := []struct {
-		err  error
-		want string
-	}{
-		{context.DeadlineExceeded, "timeout"},
-		{fmt.Errorf("admit: %w", os.ErrDeadlineExceeded), "timeout"},
-		{&net.OpError{Op: "dial", Err: os.ErrDeadlineExceeded}, "timeout"},
-		{&net.OpError{Op: "dial", Err: syscall.ECONNREFUSED}, "connection"},
-		{&net.DNSError{Err: "no such host", IsNotFound: true}, "connection"},
-		{fmt.Errorf("read: %w", io.EOF), "connection"},
-		{net.ErrClosed, "connection"},
-		{fmt.Errorf("admit: %w", replyError("LOADING Redis is loading the dataset in memory")), "loading"},
-		{replyError("OOM command not allowed when used memory > 'maxmemory'."), "oom"},
-		{replyError("WRONGTYPE Operation against a key holding the wrong kind of value"), "wrongtype"},
-		{replyError("ERR unknown command"), "other"},
-		{replyError("SECRETWORD sk_live_123"), "other"},
-		{errors.New("reply of an unexpected shape"), "other"},
-	}
-	for _, c := range cases {
-		got := storeErrorReason(c.err)
-		if got != c.want {
-			t.Errorf("storeErrorReason(%q): got %q, want %q", c.err, got, c.want)
-		}
-		if !slices.Contains(storeErrorReasons, got) {
-			t.Errorf("storeErrorReason(%q): %q is not one of the fixed reasons", c.err, got)
-		}
-	}
-}
-
-func TestStoreMetrics(t *testing.T) {
+func TestStoreObserver(t *testing.T) {
+	storeErrorsTotal.Reset()
+	storeDuration.Reset()
 	reg := newTestRegistry(t)
-	const operation = "test_operation"
-	t.Cleanup(func() {
-		storeErrorsTotal.DeletePartialMatch(prometheus.Labels{"operation": operation})
-		storeDuration.DeleteLabelValues(operation)
-	})
-	m := newStoreMetrics(operation)
-	m.observe(300*time.Microsecond, nil)
-	m.observe(50*time.Millisecond, context.DeadlineExceeded)
-	m.observe(time.Millisecond, fmt.Errorf("admit: %w", context.Canceled)) // the client went away
+	observe := newStoreObserver()
+	observe("admit", 300*time.Microsecond, nil)
+	observe("admit", 50*time.Millisecond, fmt.Errorf("admit: %w", context.DeadlineExceeded))
+	observe("admit", time.Millisecond, errors.New("sk_live_123 has no reason of its own"))
+	observe("new_operation", time.Millisecond, io.EOF)
 
-	want := map[string]float64{}
-	for _, reason := range storeErrorReasons {
-		want["operation="+operation+" reason="+reason] = 0
-	}
-	want["operation="+operation+" reason=timeout"] = 1
 	got := series(t, reg, "store_errors_total", "")
-	for labels := range got {
-		if !strings.HasPrefix(labels, "operation="+operation+" ") {
-			delete(got, labels)
-		}
+	if len(got) != 3*13+1 {
+		t.Errorf("store_errors_total: got %d series, want 13 reasons of 3 operations and 1", len(got))
 	}
+	want := map[string]float64{
+		"operation=admit reason=timeout":            1,
+		"operation=admit reason=other":              1,
+		"operation=new_operation reason=connection": 1,
+	}
+	maps.DeleteFunc(got, func(_ string, v float64) bool { return v == 0 })
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("store_errors_total (-want +got):\n%s", diff)
 	}
 
 	var sample dto.Metric
-	if err := storeDuration.WithLabelValues(operation).(prometheus.Metric).Write(&sample); err != nil {
+	if err := storeDuration.WithLabelValues("admit").(prometheus.Metric).Write(&sample); err != nil {
 		t.Fatal(err)
 	}
 	got = map[string]float64{}
@@ -367,11 +325,11 @@ func TestMetrics_HotPathDoesNotAllocate(t *testing.T) {
 		t.Fatal(err)
 	}
 	rate := newLimitMetrics(name, limit)
-	admit := newStoreMetrics("admit")
+	observe := newStoreObserver()
 	n := testing.AllocsPerRun(100, func() {
 		pool.request(shedding.Get, outcomeAllowed)
 		rate.decision(false, limiters.Allowed)
-		admit.observe(time.Millisecond, nil)
+		observe("admit", time.Millisecond, nil)
 	})
 	if n != 0 {
 		t.Errorf("got %v allocations a request, want 0", n)

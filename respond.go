@@ -50,6 +50,7 @@ type limitVerdict struct {
 	words    *limitWords // newLimitWords(limit), made once at Provision
 	source   string      // key source word for messages: "API key", "client address", "identity"
 	endpoint bool        // the limit has matchers
+	dark     bool        // it only counts
 	result   limiters.Result
 }
 

@@ -155,6 +155,13 @@ func NewConcurrency(pool, name string, capacity int64, lease time.Duration) (*Li
 	}, nil
 }
 
+// Equal reports whether two limits have the same name and numbers.
+func (l *Limit) Equal(o *Limit) bool {
+	return l.Pool == o.Pool && l.Kind == o.Kind && l.Name == o.Name &&
+		l.Capacity == o.Capacity && l.Requests == o.Requests && l.Period == o.Period &&
+		l.Cost == o.Cost && l.Lease == o.Lease
+}
+
 // Check asks for one limit to be applied to a request.
 type Check struct {
 	Limit *Limit

@@ -13,7 +13,6 @@ package redistest
 
 import (
 	"bufio"
-	"bytes"
 	"crypto/tls"
 	"errors"
 	"io"
@@ -22,7 +21,6 @@ import (
 	"os/exec"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -53,7 +51,7 @@ type Server struct {
 	tls  *tls.Config
 	cmd  *exec.Cmd
 	dead chan struct{} // closed once the process has been reaped
-	log  *output
+	log  *Output
 }
 
 // Start starts a redis-server that keeps nothing on disk and stops it when the
@@ -69,7 +67,7 @@ func Start(t testing.TB, args ...string) *Server {
 func newServer(t testing.TB) *Server {
 	t.Helper()
 	need(t, "redis-server")
-	s := &Server{t: t, log: new(output)}
+	s := &Server{t: t, log: new(Output)}
 	t.Cleanup(func() {
 		s.Kill()
 		if t.Failed() {
@@ -126,7 +124,7 @@ var (
 
 // run starts the process and waits until it answers.
 func (s *Server) run() error {
-	s.log.reset()
+	s.log.Reset()
 	cmd := exec.Command("redis-server", s.Args...)
 	cmd.Stdout, cmd.Stderr = s.log, s.log
 	cmd.Env = append(os.Environ(), s.env...)
@@ -298,28 +296,4 @@ func (s *Server) Commands(t testing.TB) map[string]int64 {
 		}
 	}
 	return calls
-}
-
-// output collects what a process writes; the process and a test use it at once.
-type output struct {
-	mu  sync.Mutex // guards below
-	buf bytes.Buffer
-}
-
-func (o *output) Write(p []byte) (int, error) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.buf.Write(p)
-}
-
-func (o *output) String() string {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.buf.String()
-}
-
-func (o *output) reset() {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.buf.Reset()
 }

@@ -2,7 +2,25 @@
 
 package striperatelimit
 
-import "github.com/caddyserver/caddy/v2"
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"fmt"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyevents"
+	"go.uber.org/zap"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
+)
+
+func init() {
+	caddy.RegisterModule(new(App))
+}
 
 // App holds what all stripe_ratelimit handlers of a config share: the store and
 // the secret that identities are hashed with.
@@ -20,66 +38,237 @@ type App struct {
 	// What happens to requests when the store fails: `open` lets them pass
 	// (default `open`).
 	OnStoreError string `json:"on_store_error,omitempty"`
+
+	logger   *zap.Logger
+	hasher   *hasher
+	storeKey string                 // equal for equal stores, in the pool of stores
+	options  *limiters.RedisOptions // nil: memory
+
+	mu       sync.Mutex                  // guards below, while handlers are provisioned
+	declared map[string][]*declaredLimit // by pool
 }
 
-// RedisConfig says how to reach Redis. Placeholders `{env.*}` and `{file.*}` are
-// replaced in every text.
-type RedisConfig struct {
-	// Addresses: `host:port`, or a `redis://`, `rediss://` or `unix://` URL.
-	// Several are the seeds of a Cluster, or Sentinels if `master_name` is set.
-	Addresses []string `json:"addresses,omitempty"`
-
-	// The ACL user (default: Redis's default user).
-	Username string `json:"username,omitempty"`
-
-	// The password.
-	Password string `json:"password,omitempty"`
-
-	// The number of the database (default 0).
-	DB int `json:"db,omitempty"`
-
-	// Whether Redis is a Cluster; implied by several addresses without
-	// `master_name`.
-	Cluster bool `json:"cluster,omitempty"`
-
-	// The name of the master that Sentinels watch; the addresses are theirs.
-	MasterName string `json:"master_name,omitempty"`
-
-	// The ACL user of the Sentinels.
-	SentinelUsername string `json:"sentinel_username,omitempty"`
-
-	// The password of the Sentinels.
-	SentinelPassword string `json:"sentinel_password,omitempty"`
-
-	// TLS; an empty object means TLS with the system's CAs.
-	TLS *RedisTLS `json:"tls,omitempty"`
-
-	// How long one request may wait for the store, all in all (default 50ms).
-	Timeout caddy.Duration `json:"timeout,omitempty"`
-
-	// What every key starts with; no braces (default `stripe_ratelimit:`).
-	KeyPrefix string `json:"key_prefix,omitempty"`
-
-	// The largest number of connections for each Redis node (default: 10 for
-	// each CPU).
-	PoolSize int `json:"pool_size,omitempty"`
+// CaddyModule returns the Caddy module information.
+func (*App) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{ID: "stripe_ratelimit", New: func() caddy.Module { return new(App) }}
 }
 
-// RedisTLS is how the connections to Redis are secured.
-type RedisTLS struct {
-	// A PEM file of the certificate authorities to trust (default: the system's).
-	CA string `json:"ca,omitempty"`
-
-	// A PEM file of the client's certificate.
-	Cert string `json:"cert,omitempty"`
-
-	// A PEM file of the client certificate's key.
-	Key string `json:"key,omitempty"`
-
-	// The name that the server's certificate must have (default: the host of
-	// the address).
-	ServerName string `json:"server_name,omitempty"`
-
-	// Do not verify the server's certificate. For tests only.
-	InsecureSkipVerify bool `json:"insecure_skip_verify,omitempty"`
+// Provision prepares the store. It never connects to it.
+func (a *App) Provision(ctx caddy.Context) error {
+	if err := registerMetrics(ctx.GetMetricsRegistry()); err != nil {
+		return err
+	}
+	a.logger = ctx.Logger()
+	a.declared = map[string][]*declaredLimit{}
+	if err := a.validateConfig(); err != nil {
+		return err
+	}
+	secret, err := expand(a.KeySecret)
+	if err != nil {
+		return fmt.Errorf("key_secret: %w", err)
+	}
+	if err := a.provisionStore(secret); err != nil {
+		return err
+	}
+	events, err := ctx.App("events")
+	if err != nil {
+		return err
+	}
+	return events.(*caddyevents.App).On("started", started{a})
 }
+
+// processSecret hashes identities where nobody else needs to agree with us.
+var processSecret = sync.OnceValue(func() []byte {
+	secret := make([]byte, 32)
+	_, _ = rand.Read(secret) // never fails
+	return secret
+})
+
+// knownSecret hashes identities in a shared store without key_secret: all
+// instances must agree, and there is nothing else that they share.
+const knownSecret = "stripe_ratelimit without key_secret"
+
+func (a *App) provisionStore(secret string) error {
+	config, err := a.Redis.expanded()
+	if err != nil {
+		return err
+	}
+	if config == nil {
+		if a.Redis != nil {
+			a.logger.Warn("redis has no address, so each process limits by its own memory; is an environment variable unset?")
+		}
+		a.storeKey = "memory"
+		a.hasher = newHasher(processSecret())
+		if secret != "" {
+			a.hasher = newHasher([]byte(secret))
+		}
+		return nil
+	}
+	if secret == "" {
+		a.logger.Warn("redis is used without key_secret: whoever can read Redis can find out which API keys and addresses were seen; set key_secret to the same secret on every instance")
+		secret = knownSecret
+	}
+	a.hasher = newHasher([]byte(secret))
+	universal, err := config.universal()
+	if err != nil {
+		return err
+	}
+	a.options = &limiters.RedisOptions{
+		Universal: *universal,
+		Timeout:   time.Duration(config.Timeout),
+		KeyPrefix: config.KeyPrefix,
+	}
+	key, err := json.Marshal(config)
+	if err != nil {
+		return err
+	}
+	a.storeKey = "redis " + string(key)
+	return nil
+}
+
+// newStore makes the store of this config, for the pool of stores.
+func (a *App) newStore() (caddy.Destructor, error) {
+	s := &store{denials: limiters.NewDenials(), kind: "memory"}
+	if a.options == nil {
+		s.Store = limiters.NewMemory(0)
+		return s, nil
+	}
+	s.kind = "redis"
+	switch u := &a.options.Universal; {
+	case u.MasterName != "":
+		s.kind = "redis_sentinel"
+	case u.IsClusterMode || len(u.Addrs) > 1:
+		s.kind = "redis_cluster"
+	}
+	options := *a.options
+	options.Observe = s.observe
+	s.Store = limiters.NewRedis(options)
+	return s, nil
+}
+
+// Start implements caddy.App. What is to happen when the config has started
+// happens on the event: an app that starts later may still fail.
+func (*App) Start() error { return nil }
+
+// Stop implements caddy.App. Nothing hangs on it: requests go on.
+func (*App) Stop() error { return nil }
+
+// declaredLimit is a limit as a handler of this config has it.
+type declaredLimit struct {
+	numbers  *limitNumbers
+	scope    string // key and matchers, for comparison
+	strength float64
+}
+
+// declare notes a limit of a handler, which must be the same in every handler
+// of its pool.
+func (a *App) declare(d *declaredLimit) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	l := d.numbers.limit
+	for _, other := range a.declared[l.Pool] {
+		o := other.numbers.limit
+		if o.Kind != l.Kind || o.Name != l.Name {
+			continue
+		}
+		if !o.Equal(l) {
+			return fmt.Errorf("%s limit %q of pool %q is %s in one handler and %s in another; give them the same numbers, or another name or pool",
+				l.Kind, l.Name, l.Pool, describe(o), describe(l))
+		}
+		if other.scope != d.scope {
+			return fmt.Errorf("%s limit %q of pool %q (%s) has other keys or matchers in one handler than in another; make them the same, or choose another name or pool",
+				l.Kind, l.Name, l.Pool, describe(l))
+		}
+		other.strength = max(other.strength, d.strength)
+		return nil
+	}
+	a.declared[l.Pool] = append(a.declared[l.Pool], d)
+	return nil
+}
+
+// started puts the config of an app in force once it has started.
+type started struct{ app *App }
+
+// Handle implements caddyevents.Handler.
+func (s started) Handle(context.Context, caddy.Event) error {
+	a := s.app
+	runningStore.Store(any(a.storeKey))
+	for name, declared := range a.declared {
+		// A reference of its own for the moment: handlers may be gone already.
+		v, _, err := pools.LoadOrNew(name, func() (caddy.Destructor, error) { return newPool(name) })
+		if err != nil {
+			return err
+		}
+		v.(*pool).commit(declared)
+		_, _ = pools.Delete(name)
+		a.logger.Info("limits in force", zap.String("pool", name), zap.String("limits", summary(declared, a.options != nil)))
+	}
+	return nil
+}
+
+// summary says in words what is in force.
+func summary(declared []*declaredLimit, shared bool) string {
+	scope := "on this instance alone"
+	if shared {
+		scope = "over all instances"
+	}
+	parts := make([]string, len(declared))
+	for i, d := range declared {
+		l := d.numbers.limit
+		if l.Kind == limiters.Rate {
+			parts[i] = fmt.Sprintf("%s: %s per key %s, bucket %d", l.Name, describe(l), scope, l.Capacity)
+		} else {
+			parts[i] = fmt.Sprintf("%s: %s per key %s", l.Name, describe(l), scope)
+		}
+		switch {
+		case d.strength == 0:
+			parts[i] += " (off)"
+		case d.strength == 1:
+			parts[i] += " (dark)"
+		case d.strength < 2:
+			parts[i] += fmt.Sprintf(" (enforced for %.0f%% of the keys)", (d.strength-1)*100)
+		}
+	}
+	return strings.Join(parts, "; ")
+}
+
+// describe says the numbers of a limit: "100/s", "20 in progress".
+func describe(l *limiters.Limit) string {
+	if l.Kind == limiters.Concurrency {
+		text := fmt.Sprintf("%d in progress", l.Capacity)
+		if l.Lease != limiters.DefaultLease {
+			text += fmt.Sprintf(" (lease %s)", l.Lease)
+		}
+		return text
+	}
+	unit := l.Period.String()
+	switch l.Period {
+	case time.Second:
+		unit = "s"
+	case time.Minute:
+		unit = "m"
+	case time.Hour:
+		unit = "h"
+	case 24 * time.Hour:
+		unit = "d"
+	}
+	text := fmt.Sprintf("%d/%s", l.Requests, unit)
+	if l.Cost != 1 {
+		text += fmt.Sprintf(" (cost %d)", l.Cost)
+	}
+	return text
+}
+
+// expand replaces {env.*}, {file.*} and the like. A placeholder that is unknown
+// or empty is an error: a secret that is missing must not go unnoticed.
+func expand(text string) (string, error) {
+	if text == "" {
+		return "", nil
+	}
+	return caddy.NewReplacer().ReplaceOrErr(text, true, true)
+}
+
+var (
+	_ caddy.App         = (*App)(nil)
+	_ caddy.Provisioner = (*App)(nil)
+)

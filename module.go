@@ -6,8 +6,17 @@
 package striperatelimit
 
 import (
+	"math/rand/v2"
+	"net/http"
+	"slices"
+	"sync/atomic"
+
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"go.uber.org/zap"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
 
 // Handler limits how many requests each user may make (rate) and have in
@@ -18,7 +27,20 @@ import (
 // Handlers that name one pool share its state, across sites, servers and
 // config reloads.
 //
-// TODO(placeholders table)
+// These placeholders are set for later handlers, `handle_errors` and logs; the
+// access log has the same as fields `ratelimit_outcome` and so on:
+//
+// Placeholder | Description
+// ------------|---------------
+// `{http.stripe_ratelimit.outcome}` | `allowed`, `denied` (429), `exempt`, `store_error` or `panic`
+// `{http.stripe_ratelimit.pool}` | The pool
+// `{http.stripe_ratelimit.kind}` | The kind of the limit that denied: `rate` or `concurrency`
+// `{http.stripe_ratelimit.limit}` | The name of the limit that denied
+// `{http.stripe_ratelimit.criticality}` | `critical`, `post`, `get` or `test_mode`
+// `{http.stripe_ratelimit.reason}` | Why: `global-rate`, `endpoint-rate`, `global-concurrency` or `endpoint-concurrency`
+// `{http.stripe_ratelimit.retry_after}` | What Retry-After says, in seconds
+// `{http.stripe_ratelimit.identity}` | The keyed hash of who sent the request
+// `{http.stripe_ratelimit.would_reject}` | The dark limit that would have denied
 type Handler struct {
 	// The pool whose buckets, leases and counts this handler shares with every
 	// other handler that names it (default `default`).
@@ -77,6 +99,19 @@ type Handler struct {
 	// `json` answers rejections itself; `error` returns a Caddy error of the
 	// same status with the same headers, for `handle_errors` (default `json`).
 	Reject string `json:"reject,omitempty"`
+
+	app      *App
+	logger   *zap.Logger
+	entered  string // name of the variable that marks requests which have entered the pool
+	exempt   caddyhttp.MatcherSets
+	ranking  ranking
+	groups   []*keyGroup
+	limits   []handlerLimit
+	attached *attachment
+
+	// Whether a private peer that sends X-Forwarded-For is worth a warning:
+	// every client behind it would count as one.
+	warnForwarded atomic.Bool
 }
 
 // RateLimit is one token bucket for each identity: requests refill it, and a
@@ -147,3 +182,167 @@ type Mode struct {
 	// (default 100). An identity is always on the same side.
 	Percent *int `json:"percent,omitempty"`
 }
+
+func init() {
+	caddy.RegisterModule(new(Handler))
+}
+
+// CaddyModule returns the Caddy module information.
+func (*Handler) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{ID: "http.handlers.stripe_ratelimit", New: func() caddy.Module { return new(Handler) }}
+}
+
+// Provision sets up the handler. It never connects to the store.
+func (h *Handler) Provision(ctx caddy.Context) error {
+	// First, because a config that fails below has replaced the admin endpoint.
+	if err := registerMetrics(ctx.GetMetricsRegistry()); err != nil {
+		return err
+	}
+	h.logger = ctx.Logger()
+	if h.Pool == "" {
+		h.Pool = "default"
+	}
+	if err := h.validateConfig(); err != nil {
+		return err
+	}
+	app, err := ctx.App("stripe_ratelimit")
+	if err != nil {
+		return err
+	}
+	h.app = app.(*App)
+	h.entered = "stripe_ratelimit.entered." + h.Pool
+	if h.IPv6Prefix == 0 {
+		h.IPv6Prefix = 64
+	}
+	if len(h.Key) == 0 {
+		h.Key = []string{sourceAPIKey, sourceClientIP}
+	}
+	if h.OnStoreError == "" {
+		h.OnStoreError = h.app.OnStoreError
+	}
+	if err := h.provisionMatchers(ctx); err != nil {
+		return err
+	}
+	if err := h.provisionLimits(ctx); err != nil {
+		return err
+	}
+	h.provisionWarning(ctx)
+	h.attached, err = h.attach()
+	return err
+}
+
+func (h *Handler) provisionMatchers(ctx caddy.Context) error {
+	for field, sets := range map[string]*caddyhttp.MatcherSets{
+		"ExemptRaw":   &h.exempt,
+		"CriticalRaw": &h.ranking.critical,
+		"TestModeRaw": &h.ranking.testMode,
+	} {
+		loaded, err := ctx.LoadModule(h, field)
+		if err != nil {
+			return err
+		}
+		if err := sets.FromInterface(loaded); err != nil {
+			return err
+		}
+	}
+	h.ranking.testModeOff = h.TestModeOff
+	return nil
+}
+
+// provisionWarning arms the warning about clients that hide behind a proxy.
+func (h *Handler) provisionWarning(ctx caddy.Context) {
+	server, ok := ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
+	byAddress := slices.ContainsFunc(h.groups, func(g *keyGroup) bool {
+		return slices.ContainsFunc(g.sources, func(s keySource) bool { return s.word == sourceClientIP })
+	})
+	h.warnForwarded.Store(ok && server.TrustedProxiesRaw == nil && byAddress)
+}
+
+// Cleanup lets go of what Provision acquired. Requests that still run keep it.
+func (h *Handler) Cleanup() error {
+	if h.attached != nil {
+		h.attached.release()
+	}
+	return nil
+}
+
+// ServeHTTP applies the limits to a request.
+func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+	if caddyhttp.GetVar(r.Context(), h.entered) != nil {
+		return next.ServeHTTP(w, r)
+	}
+	caddyhttp.SetVar(r.Context(), h.entered, true)
+
+	a, err := h.attachment()
+	if err != nil {
+		return next.ServeHTTP(w, r) // cannot happen; a request must not be hurt by it
+	}
+	defer a.release()
+
+	v, adm := h.judge(a, w, r)
+	defer h.giveBack(a, adm)
+	if v.rejects() {
+		return h.reject(w, r, v, rand.Float64())
+	}
+	counter := &a.pool.nonCritical
+	if v.criticality == shedding.Critical {
+		counter = &a.pool.critical
+	}
+	counter.Add(1)
+	defer counter.Add(-1)
+	return next.ServeHTTP(w, r)
+}
+
+// attachment returns what the request shall hold while it runs. A request may
+// start after Cleanup: then it attaches anew, for itself.
+func (h *Handler) attachment() (*attachment, error) {
+	if h.attached.acquire() {
+		return h.attached, nil
+	}
+	return h.attach()
+}
+
+// judge decides about a request and says so to it, to metrics and to the log. A
+// bug in here lets the request pass.
+func (h *Handler) judge(a *attachment, w http.ResponseWriter, r *http.Request) (v *verdict, adm limiters.Admission) {
+	defer func() {
+		if p := recover(); p != nil {
+			h.logger.Error("bug in stripe_ratelimit; the request passes", zap.Any("panic", p), zap.Stack("stack"))
+			h.giveBack(a, adm)
+			v, adm = &verdict{outcome: outcomePanic, pool: h.Pool}, limiters.Admission{}
+			a.pool.metrics.request(v.criticality, v.outcome)
+		}
+	}()
+	repl := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
+	v = &verdict{outcome: outcomeAllowed, pool: h.Pool}
+	h.decide(a, r, repl, v, &adm)
+	h.annotate(r, repl, v)
+	if !v.rejects() && (h.RateLimitHeaders == nil || *h.RateLimitHeaders) {
+		setRateLimitFields(w.Header(), v.limits)
+	}
+	a.pool.metrics.request(v.criticality, v.outcome)
+	if c := h.logger.Check(zap.DebugLevel, "decided"); c != nil {
+		c.Write(zap.String("pool", h.Pool), zap.String("outcome", string(v.outcome)),
+			zap.Stringer("criticality", v.criticality), zap.Stringer("identity", v.identity))
+	}
+	return v, adm
+}
+
+// giveBack releases what a request held.
+func (h *Handler) giveBack(a *attachment, adm limiters.Admission) {
+	defer func() {
+		if p := recover(); p != nil {
+			h.logger.Error("bug in stripe_ratelimit; leases end by themselves", zap.Any("panic", p), zap.Stack("stack"))
+		}
+	}()
+	a.store.Release(adm)
+	a.store.denials.Ended(adm)
+}
+
+// Interface guards
+var (
+	_ caddy.Module                = (*Handler)(nil)
+	_ caddy.Provisioner           = (*Handler)(nil)
+	_ caddy.CleanerUpper          = (*Handler)(nil)
+	_ caddyhttp.MiddlewareHandler = (*Handler)(nil)
+)

@@ -1,3 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command caddy is Caddy with its standard modules and stripe_ratelimit, for
+// people without xcaddy.
 package main
 
 import (
@@ -5,6 +9,8 @@ import (
 
 	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 	_ "github.com/caddyserver/caddy/v2/modules/standard"
+
+	_ "github.com/stripe-ratelimit/caddy-stripe-ratelimit"
 )
 
 func main() {

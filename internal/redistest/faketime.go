@@ -37,7 +37,7 @@ func StartFakeTime(t testing.TB, args ...string) *FakeServer {
 	)
 	start := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 	s.write(start)
-	s.startOnFreePort(args)
+	s.startOnFreePort("--port", args...)
 	// What libfaketime would share with child processes and leaves behind when
 	// it is killed. Only its names are needed no more.
 	shared, _ := filepath.Glob("/dev/shm/*faketime_s*_" + strconv.Itoa(s.cmd.Process.Pid))

@@ -59,7 +59,7 @@ type Server struct {
 func Start(t testing.TB, args ...string) *Server {
 	t.Helper()
 	s := newServer(t)
-	s.startOnFreePort(args)
+	s.startOnFreePort("--port", args...)
 	return s
 }
 
@@ -95,17 +95,13 @@ func missing(t testing.TB, what string) {
 
 // startOnFreePort starts the server on a free port, and on another one if
 // somebody else was faster.
-func (s *Server) startOnFreePort(args []string) {
+func (s *Server) startOnFreePort(option string, args ...string) {
 	s.t.Helper()
 	dir := s.t.TempDir()
 	for range 5 {
 		s.port = FreePort(s.t)
 		s.Addr = "127.0.0.1:" + strconv.Itoa(s.port)
-		s.Args = append([]string{
-			"--port", strconv.Itoa(s.port), "--bind", "127.0.0.1",
-			"--save", "", "--appendonly", "no", "--dir", dir,
-		}, args...)
-		err := s.run()
+		err := s.start(dir, append([]string{option, strconv.Itoa(s.port)}, args...)...)
 		if err == nil {
 			return
 		}
@@ -114,6 +110,13 @@ func (s *Server) startOnFreePort(args []string) {
 		}
 	}
 	s.t.Fatalf("start redis-server: no free port\n%s", s.log)
+}
+
+func (s *Server) start(dir string, args ...string) error {
+	s.Args = append([]string{
+		"--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", dir,
+	}, args...)
+	return s.run()
 }
 
 var (

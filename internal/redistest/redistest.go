@@ -71,7 +71,8 @@ func newServer(t testing.TB) *Server {
 	t.Cleanup(func() {
 		s.Kill()
 		if t.Failed() {
-			t.Logf("redis-server %s:\n%s", s.Addr, s.log)
+			log := s.log.String()
+			t.Logf("redis-server %s, end of its log:\n%s", s.Addr, log[max(0, len(log)-2000):])
 		}
 	})
 	return s
@@ -93,15 +94,23 @@ func missing(t testing.TB, what string) {
 	t.Skipf("%s; skipping a test that needs a real Redis", what)
 }
 
-// startOnFreePort starts the server on a free port, and on another one if
-// somebody else was faster.
+// startOnFreePort starts the server on a free port, which it is told by option.
 func (s *Server) startOnFreePort(option string, args ...string) {
 	s.t.Helper()
 	dir := s.t.TempDir()
+	s.tryPorts(func() error {
+		return s.start(dir, append([]string{option, strconv.Itoa(s.port)}, args...)...)
+	})
+}
+
+// tryPorts calls start with a free port set, and with another one if somebody
+// else was faster.
+func (s *Server) tryPorts(start func() error) {
+	s.t.Helper()
 	for range 5 {
 		s.port = FreePort(s.t)
 		s.Addr = "127.0.0.1:" + strconv.Itoa(s.port)
-		err := s.start(dir, append([]string{option, strconv.Itoa(s.port)}, args...)...)
+		err := start()
 		if err == nil {
 			return
 		}

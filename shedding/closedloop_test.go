@@ -35,7 +35,7 @@ type request struct {
 }
 
 const (
-	workers  = 50
+	workers  = 20
 	ticks    = 100         // a second
 	service  = 0.2 * ticks // mean service time
 	patience = 5 * ticks   // how long a client waits for an answer
@@ -140,7 +140,7 @@ func (s *server) poisson(mean float64) int {
 // the load belongs, good..bad, and does not turn at all.
 func TestRamp_ClosedLoop(t *testing.T) {
 	for _, load := range []float64{1.2, 1.5, 2, 4} {
-		for seed := range uint64(3) {
+		for seed := range uint64(2) {
 			s := newServer(seed)
 			for part, want := range []struct {
 				turns int

@@ -26,19 +26,13 @@ var arrows = []struct {
 }{
 	// The root knows go-redis for its options alone: a copy of them in limiters
 	// would be a second one of what RedisConfig says already.
-	{".", []string{"limiters", "shedding", "internal", "github.com/caddyserver", "github.com/prometheus", "github.com/redis/go-redis/v9", "github.com/spf13/cobra", "go.uber.org/zap"}, true},
+	{".", []string{"limiters", "shedding", "internal/replay", "github.com/caddyserver", "github.com/prometheus", "github.com/redis/go-redis/v9", "github.com/spf13/cobra", "go.uber.org/zap"}, true},
 	{"cmd/*", []string{".", "github.com/caddyserver"}, true},
 	{"limiters", []string{"lua", "github.com/redis/go-redis/v9"}, false},
 	{"shedding", nil, false},
 	{"lua", nil, false},
-	{"internal/redistest", []string{"lua", "github.com/redis/go-redis/v9"}, true},
-	{"internal/caddyproc", []string{"internal/redistest"}, true},
-	{"internal/*", []string{"limiters", "shedding"}, false},
-}
-
-// harness reports whether the folder is for tests alone.
-func harness(folder string) bool {
-	return folder == "internal/redistest" || folder == "internal/caddyproc"
+	{"internal/replay", []string{"limiters", "shedding"}, false},
+	{"internal/*", []string{"internal", "github.com/redis/go-redis/v9"}, true}, // harnesses: only tests import them
 }
 
 // brokenArrow says what is wrong with a file of the folder importing the
@@ -59,9 +53,6 @@ func brokenArrow(folder, imported string) string {
 			imported = strings.TrimPrefix(strings.TrimPrefix(imported, modulePath), "/")
 			if imported == "" {
 				imported = "."
-			}
-			if harness(imported) && !harness(row.folder) {
-				return "only tests use a test harness"
 			}
 		}
 		for _, allowed := range row.imports {
@@ -125,7 +116,9 @@ func TestBrokenArrow(t *testing.T) {
 	}{
 		{"the root may import the limiters", ".", modulePath + "/limiters", false},
 		{"the root may not import Lua", ".", modulePath + "/lua", true},
+		{"the root may import the replay", ".", modulePath + "/internal/replay", false},
 		{"a harness is for tests", ".", modulePath + "/internal/redistest", true},
+		{"a harness may use a harness", "internal/caddyproc", modulePath + "/internal/redistest", false},
 		{"the limiters may import Redis", "limiters", "github.com/redis/go-redis/v9/maintnotifications", false},
 		{"the limiters may not import Caddy", "limiters", "github.com/caddyserver/caddy/v2", true},
 		{"the limiters may not import zap", "limiters", "go.uber.org/zap", true},

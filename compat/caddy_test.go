@@ -89,9 +89,13 @@ func run(m *testing.M) (code int, err error) {
 		file.Close()
 	}
 
-	code = m.Run()
+	if get(http.DefaultClient, http.MethodGet, siteURLs[plain], "sk_live_ready") == nil {
+		code = m.Run()
+	} else {
+		code = 1 // Caddy has died: the log says why
+	}
 
-	_ = caddy.Process.Signal(os.Interrupt) // has no effect if Caddy has died: then Wait tells
+	_ = caddy.Process.Signal(os.Interrupt)
 	if err := caddy.Wait(); err != nil || code != 0 {
 		return 1, fmt.Errorf("caddy: %v\n%s", err, &log)
 	}

@@ -12,6 +12,7 @@ import (
 	"hash"
 	"net/http"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 
@@ -41,44 +42,44 @@ type keySource struct {
 }
 
 // parseSources reads the arguments of `key`. It fails on a bare word other than
-// api_key and client_ip, and on a text whose braces do not pair.
+// api_key and client_ip, on a text whose braces do not pair, and on a source
+// that is given twice.
 func parseSources(words []string) (keySources, error) {
 	sources := make(keySources, 0, len(words))
 	for _, word := range words {
+		source := keySource{word: word}
 		switch word {
-		case "{client_ip}", "{" + clientIPPlaceholder + "}":
-			word = sourceClientIP
-			fallthrough
 		case sourceAPIKey, sourceClientIP:
-			sources = append(sources, keySource{word: word})
-			continue
+		case "{client_ip}", "{" + clientIPPlaceholder + "}":
+			source.word = sourceClientIP
+		default:
+			if source.placeholders = placeholderNames(word); len(source.placeholders) == 0 {
+				return nil, fmt.Errorf("key source '%s' is not api_key, client_ip or a text with placeholders such as {http.request.header.X-User}", word)
+			}
 		}
-		names, err := placeholderNames(word)
-		if err != nil {
-			return nil, err
+		if slices.ContainsFunc(sources, func(s keySource) bool { return s.word == source.word }) {
+			return nil, fmt.Errorf("key source '%s' is given twice", word)
 		}
-		if len(names) == 0 {
-			return nil, fmt.Errorf("unknown key source %q; use api_key, client_ip or a text with placeholders like {http.auth.user.id}", word)
-		}
-		sources = append(sources, keySource{word: word, placeholders: names})
+		sources = append(sources, source)
 	}
 	return sources, nil
 }
 
-// placeholderNames returns the names of the placeholders in text.
-func placeholderNames(text string) ([]string, error) {
+// placeholderNames returns the names of the placeholders in text, none if its
+// braces do not pair or are escaped.
+func placeholderNames(text string) []string {
 	var names []string
 	for rest := text; ; {
 		literal, after, more := strings.Cut(rest, "{")
-		if strings.Contains(literal, "}") {
-			return nil, fmt.Errorf("key source %q: its braces do not pair", text)
+		if strings.ContainsAny(literal, `}\`) {
+			return nil
 		}
 		if !more {
-			return names, nil
+			return names
 		}
 		name, after, closed := strings.Cut(after, "}")
-		if !closed || name == "" || strings.Contains(name, "{") {
-			return nil, fmt.Errorf("key source %q: its braces do not pair", text)
+		if !closed || name == "" || strings.ContainsAny(name, "{\\ \t\n") {
+			return nil
 		}
 		if name == "client_ip" { // the Caddyfile's shorthand, unknown to a replacer
 			name = clientIPPlaceholder

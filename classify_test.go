@@ -40,6 +40,9 @@ func basic(credentials string) string {
 }
 
 func TestParseSources(t *testing.T) {
+	notSource := func(word string) string {
+		return "key source '" + word + "' is not api_key, client_ip or a text with placeholders such as {http.request.header.X-User}"
+	}
 	cases := []struct {
 		words []string
 		want  keySources
@@ -54,14 +57,18 @@ func TestParseSources(t *testing.T) {
 			words: []string{"a{x}b{client_ip}c"},
 			want:  keySources{{"a{x}b{client_ip}c", []string{"x", "http.vars.client_ip"}}},
 		},
-		{words: []string{"api_key", "ip"}, err: `unknown key source "ip"; use api_key, client_ip or a text with placeholders like {http.auth.user.id}`},
-		{words: []string{"API_KEY"}, err: `unknown key source "API_KEY"; use api_key, client_ip or a text with placeholders like {http.auth.user.id}`},
-		{words: []string{""}, err: `unknown key source ""; use api_key, client_ip or a text with placeholders like {http.auth.user.id}`},
-		{words: []string{"{x"}, err: `key source "{x": its braces do not pair`},
-		{words: []string{"x}"}, err: `key source "x}": its braces do not pair`},
-		{words: []string{"{a}x}{b}"}, err: `key source "{a}x}{b}": its braces do not pair`},
-		{words: []string{"{}"}, err: `key source "{}": its braces do not pair`},
-		{words: []string{"{a{b}}"}, err: `key source "{a{b}}": its braces do not pair`},
+		{words: []string{"api_key", "ip"}, err: notSource("ip")},
+		{words: []string{"API_KEY"}, err: notSource("API_KEY")},
+		{words: []string{""}, err: notSource("")},
+		{words: []string{"{x"}, err: notSource("{x")},
+		{words: []string{"x}"}, err: notSource("x}")},
+		{words: []string{"{a}x}{b}"}, err: notSource("{a}x}{b}")},
+		{words: []string{"{}"}, err: notSource("{}")},
+		{words: []string{"{a{b}}"}, err: notSource("{a{b}}")},
+		{words: []string{"{a b}"}, err: notSource("{a b}")},
+		{words: []string{`\{a}{b}`}, err: notSource(`\{a}{b}`)},
+		{words: []string{"{a}", "api_key", "{a}"}, err: "key source '{a}' is given twice"},
+		{words: []string{"client_ip", "{client_ip}"}, err: "key source '{client_ip}' is given twice"},
 	}
 	for _, c := range cases {
 		got, err := parseSources(c.words)

@@ -3,6 +3,18 @@
 package striperatelimit
 
 import (
+	"errors"
+	"math/big"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
@@ -54,6 +66,153 @@ type limitVerdict struct {
 	result   limiters.Result
 }
 
+// rejects reports whether the request ends here.
+func (v *verdict) rejects() bool {
+	return v.outcome == outcomeDenied || v.outcome == outcomeShed || v.closed
+}
+
+// reason is Stripe's word for a denial, or ours for another rejection.
+func (v *verdict) reason() string {
+	if v.closed {
+		return codeUnavailable
+	}
+	if v.denied == nil {
+		return ""
+	}
+	switch concurrency := v.denied.limit.Kind == limiters.Concurrency; {
+	case concurrency && v.denied.endpoint:
+		return "endpoint-concurrency"
+	case concurrency:
+		return "global-concurrency"
+	case v.denied.endpoint:
+		return "endpoint-rate"
+	}
+	return "global-rate"
+}
+
+// What rejections give as `code`.
+const (
+	codeRateLimit   = "rate_limit"
+	codeUnavailable = "limiter_unavailable"
+)
+
+// apiError is a rejection in the form of Stripe's API, which every client
+// library of Stripe's understands.
+type apiError struct {
+	status  int
+	kind    string // `type`
+	code    string
+	message string
+}
+
+// reject answers a request that ends here, or returns the error that makes
+// handle_errors do it, which must stay unwrapped. u, in [0, 1), spreads the
+// clients' return: they obey Retry-After to the millisecond.
+func (h *Handler) reject(w http.ResponseWriter, r *http.Request, v *verdict, u float64) error {
+	header := w.Header()
+	var e apiError
+	if v.closed {
+		v.retryAfter = retryAfter(0, u)
+		e = apiError{
+			status: http.StatusServiceUnavailable, kind: "api_error", code: codeUnavailable,
+			message: "The request cannot be checked against its limits at the moment. Retry after " + count(int64(v.retryAfter), "second") + ".",
+		}
+	} else {
+		e = h.deny(header, v, u)
+	}
+	// A 503 of ours is a decision, and counted: not an ERROR line a request,
+	// just when there is too much to do.
+	if e.status >= 500 && caddyhttp.GetVar(r.Context(), caddyhttp.LogLevelVar) == nil {
+		caddyhttp.SetVar(r.Context(), caddyhttp.LogLevelVar, "INFO")
+	}
+	header.Set("Cache-Control", "no-store")
+	header.Set("Retry-After", strconv.Itoa(v.retryAfter))
+	if header.Get("Request-Id") == "" {
+		if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
+			id, _ := repl.GetString("http.request.uuid")
+			header.Set("Request-Id", id)
+		}
+	}
+	if h.Reject == "error" {
+		return caddyhttp.Error(e.status, errors.New(e.message))
+	}
+	body := e.body(h.DocURL)
+	header.Set("Content-Type", "application/json")
+	header.Set("Content-Length", strconv.Itoa(len(body)))
+	w.WriteHeader(e.status)
+	if r.Method != http.MethodHead {
+		// It fails only if the client has gone.
+		_, _ = w.Write(body)
+	}
+	return nil
+}
+
+// deny sets the fields of a 429 and returns the rest of it.
+func (h *Handler) deny(header http.Header, v *verdict, u float64) apiError {
+	denied := v.denied
+	v.retryAfter = retryAfter(denied.result.RetryAfter, u)
+	if h.RateLimitHeaders == nil || *h.RateLimitHeaders {
+		setRateLimitFields(header, v.limits)
+	}
+	header.Set("Stripe-Rate-Limited-Reason", v.reason())
+	// No clock frees a concurrency slot, so nobody can promise one in a second.
+	if h.ShouldRetry == "auto" && denied.limit.Kind == limiters.Rate && denied.result.RetryAfter <= time.Second {
+		header.Set("Stripe-Should-Retry", "true")
+	}
+	return apiError{
+		status: http.StatusTooManyRequests, kind: "invalid_request_error", code: codeRateLimit,
+		message: denied.words.exceeded + denied.source + denied.words.named + count(int64(v.retryAfter), "second") + ".",
+	}
+}
+
+// retryAfter returns after how many seconds a client shall come back: never
+// before wait has passed, and up to a fifth later, at least 0 or 1; 1 to 3 where
+// nobody knows the wait.
+func retryAfter(wait time.Duration, u float64) int {
+	if wait <= 0 {
+		return 1 + int(3*u)
+	}
+	least := int(seconds(wait))
+	return least + int(float64(max(1, least/5)+1)*u)
+}
+
+// seconds rounds up.
+func seconds(d time.Duration) int64 { return int64((d + time.Second - 1) / time.Second) }
+
+// body renders the error as Stripe's API would.
+func (e *apiError) body(docURL string) []byte {
+	b := make([]byte, 0, 512)
+	b = append(b, `{"error":{"type":"`...)
+	b = append(b, e.kind...)
+	b = append(b, `","code":"`...)
+	b = append(b, e.code...)
+	b = append(b, `","message":`...)
+	b = appendJSON(b, e.message)
+	if docURL != "" {
+		b = append(b, `,"doc_url":`...)
+		b = appendJSON(b, docURL)
+	}
+	return append(b, "}}"...)
+}
+
+// appendJSON appends text as a JSON string, as it is where encoding/json would
+// turn `&` into `\u0026`.
+func appendJSON(b []byte, text string) []byte {
+	b = append(b, '"')
+	for _, c := range strings.ToValidUTF8(text, "\uFFFD") {
+		switch {
+		case c == '"' || c == '\\':
+			b = append(b, '\\', byte(c))
+		case c < ' ':
+			b = append(b, `\u00`...)
+			b = append(b, "0123456789abcdef"[c>>4], "0123456789abcdef"[c&15])
+		default:
+			b = utf8.AppendRune(b, c)
+		}
+	}
+	return append(b, '"')
+}
+
 // limitWords is what responses say of one limit, rendered once.
 type limitWords struct {
 	policy    string // its item of RateLimit-Policy
@@ -62,7 +221,135 @@ type limitWords struct {
 	named     string // the message from there to the wait
 }
 
-// rejects reports whether the request ends here.
-func (v *verdict) rejects() bool {
-	return v.outcome == outcomeDenied || v.outcome == outcomeShed || v.closed
+// maxFieldInteger is the largest integer of a structured field (RFC 9651).
+const maxFieldInteger = 999_999_999_999_999
+
+func newLimitWords(l *limiters.Limit) *limitWords {
+	quoted := `"` + l.Name + `"`
+	words := &limitWords{
+		policy:    quoted + ";q=" + strconv.FormatInt(min(l.Capacity, maxFieldInteger), 10),
+		remaining: quoted + ";r=",
+		exceeded:  "Request " + l.Kind.String() + " limit exceeded: ",
+	}
+	weight := ""
+	if l.Kind == limiters.Concurrency {
+		words.policy += `;qu="concurrent-requests"`
+		words.exceeded += count(l.Capacity, "request") + " in progress"
+	} else {
+		words.policy += ";w=" + window(l).String()
+		words.exceeded += count(l.Requests, "request") + " per " + period(l.Period)
+		if l.Cost > 1 {
+			weight = ", where this request counts as " + strconv.FormatInt(l.Cost, 10)
+		}
+	}
+	words.exceeded += " for this "
+	words.named = " (limit " + quoted + weight + "). Retry after "
+	return words
+}
+
+// window is the time in which an empty bucket fills, in whole seconds, rounded
+// up; in big integers, because its product leaves 64 bits.
+func window(l *limiters.Limit) *big.Int {
+	fill := new(big.Int).Mul(big.NewInt(l.Capacity), big.NewInt(int64(l.Period)))
+	perSecond := new(big.Int).Mul(big.NewInt(l.Requests), big.NewInt(int64(time.Second)))
+	fill.Add(fill, perSecond).Sub(fill, big.NewInt(1))
+	return fill.Div(fill, perSecond)
+}
+
+// period names a time in its largest whole unit: `second`, `10 seconds`.
+func period(d time.Duration) string {
+	unit, word := time.Microsecond, "microsecond"
+	for _, larger := range []struct {
+		unit time.Duration
+		word string
+	}{
+		{time.Millisecond, "millisecond"},
+		{time.Second, "second"},
+		{time.Minute, "minute"},
+		{time.Hour, "hour"},
+		{24 * time.Hour, "day"},
+	} {
+		if d%larger.unit == 0 {
+			unit, word = larger.unit, larger.word
+		}
+	}
+	if d == unit {
+		return word
+	}
+	return count(int64(d/unit), word)
+}
+
+// count says how many: `1 second`, `2 seconds`.
+func count(n int64, word string) string {
+	if n != 1 {
+		word += "s"
+	}
+	return strconv.FormatInt(n, 10) + " " + word
+}
+
+// setRateLimitFields adds the limits to RateLimit and RateLimit-Policy
+// (draft-ietf-httpapi-ratelimit-headers-11). A limit whose store did not answer
+// is left out.
+//
+// On a rejection only the limits that denied say when there is more: clients
+// may take any such time for the one to wait, and Retry-After must not be
+// earlier.
+//
+// On allowed responses it comes before the next handler, so that streams have
+// the fields too. An API behind a proxy that sends some itself adds them to
+// ours: both are lists, and two fields of one name are one list (RFC 9651,
+// section 4.2). Where its fields are of another draft, `header_down
+// -RateLimit*` in reverse_proxy keeps them out.
+func setRateLimitFields(header http.Header, limits []limitVerdict) {
+	rejected := slices.ContainsFunc(limits, func(l limitVerdict) bool { return l.result.Outcome == limiters.Denied })
+	var array [256]byte
+	text := array[:0]
+	for i := range limits {
+		text = limits[i].appendRemaining(text, rejected)
+	}
+	if len(text) == 0 {
+		return
+	}
+	policy := len(text)
+	for i := range limits {
+		if limits[i].result.Outcome != limiters.Unknown {
+			if len(text) > policy {
+				text = append(text, ", "...)
+			}
+			text = append(text, limits[i].words.policy...)
+		}
+	}
+	// One text and one array for both fields: this is on the way of every
+	// request.
+	both := string(text)
+	values := []string{both[:policy], both[policy:]}
+	for i, name := range [...]string{"Ratelimit", "Ratelimit-Policy"} {
+		if others := header[name]; len(others) > 0 { // of another pool
+			header[name] = append(others, values[i])
+		} else {
+			header[name] = values[i : i+1 : i+1]
+		}
+	}
+}
+
+// appendRemaining appends the limit's item of RateLimit.
+func (l *limitVerdict) appendRemaining(text []byte, rejected bool) []byte {
+	denied := l.result.Outcome == limiters.Denied
+	if l.result.Outcome == limiters.Unknown {
+		return text
+	}
+	if len(text) > 0 {
+		text = append(text, ", "...)
+	}
+	text = append(text, l.words.remaining...)
+	text = strconv.AppendInt(text, min(l.result.Remaining, maxFieldInteger), 10)
+	wait := l.result.NextToken
+	if denied && wait == 0 { // as the denial cache answers
+		wait = l.result.RetryAfter
+	}
+	if wait > 0 && (denied || !rejected) {
+		text = append(text, ";t="...)
+		text = strconv.AppendInt(text, seconds(wait), 10)
+	}
+	return text
 }

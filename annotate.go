@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package striperatelimit
+
+import (
+	"net/http"
+	"strings"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+)
+
+// verdictVar is the request variable that holds its first verdict.
+const verdictVar = "stripe_ratelimit.verdict"
+
+// annotate offers what was decided to the handlers behind this one, as
+// placeholders, and to the access log. Both read the verdict only when they are
+// used, since on most requests they are not, and follow the verdict that is
+// latest when a request passes several pools.
+func (h *Handler) annotate(r *http.Request, repl *caddy.Replacer, v *verdict) {
+	ctx := r.Context()
+	if first, ok := caddyhttp.GetVar(ctx, verdictVar).(*verdict); ok {
+		first.latest = v
+		return
+	}
+	caddyhttp.SetVar(ctx, verdictVar, v)
+	repl.Map(v.placeholder)
+
+	// Without an access log nobody reads the fields, and setting them is the
+	// dearest part.
+	if server, ok := ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server); !ok || server == nil || server.Logs == nil {
+		return
+	}
+	if extra, ok := ctx.Value(caddyhttp.ExtraLogFieldsCtxKey).(*caddyhttp.ExtraLogFields); ok {
+		extra.Add(zap.Inline(v))
+	}
+}
+
+// The names of placeholders and log fields, and what stands before them.
+const (
+	placeholderPrefix = "http.stripe_ratelimit."
+	logFieldPrefix    = "ratelimit_"
+)
+
+var annotations = [...]string{
+	"outcome", "pool", "kind", "limit", "criticality", "reason", "retry_after", "identity", "would_reject",
+}
+
+// placeholder is the caddy.ReplacerFunc for the latest verdict.
+func (v *verdict) placeholder(key string) (any, bool) {
+	name, ok := strings.CutPrefix(key, placeholderPrefix)
+	if !ok {
+		return nil, false
+	}
+	return v.current().annotation(name)
+}
+
+// MarshalLogObject adds the latest verdict to a line of the access log.
+func (v *verdict) MarshalLogObject(enc zapcore.ObjectEncoder) error {
+	for _, name := range annotations {
+		switch value, _ := v.current().annotation(name); value := value.(type) {
+		case int:
+			enc.AddInt(logFieldPrefix+name, value)
+		case string:
+			if value != "" {
+				enc.AddString(logFieldPrefix+name, value)
+			}
+		}
+	}
+	return nil
+}
+
+func (v *verdict) current() *verdict {
+	if v.latest != nil {
+		return v.latest
+	}
+	return v
+}
+
+// annotation returns a fact about the request, empty where there is none; false
+// if no fact has that name.
+func (v *verdict) annotation(name string) (any, bool) {
+	switch name {
+	case "outcome":
+		return string(v.outcome), true
+	case "pool":
+		return v.pool, true
+	case "kind":
+		if v.denied != nil {
+			return v.denied.limit.Kind.String(), true
+		}
+	case "limit":
+		if v.denied != nil {
+			return v.denied.limit.Name, true
+		}
+	case "criticality":
+		if v.criticality != 0 {
+			return v.criticality.String(), true
+		}
+	case "reason":
+		return v.reason(), true
+	case "retry_after":
+		if v.retryAfter != 0 {
+			return v.retryAfter, true
+		}
+	case "identity":
+		if !v.identity.IsZero() {
+			return v.identity.String(), true
+		}
+	case "would_reject":
+		if v.wouldReject != nil {
+			return v.wouldReject.limit.Kind.String() + "/" + v.wouldReject.limit.Name, true
+		}
+	default:
+		return nil, false
+	}
+	return "", true
+}

@@ -26,10 +26,10 @@ type redisAddress struct {
 // or unix:// URL. Its errors never quote a URL, which may hold a password.
 func parseRedisAddress(s string) (redisAddress, error) {
 	if !strings.Contains(s, "://") {
+		if strings.Contains(s, "@") { // likely user:password@host
+			return redisAddress{}, errors.New("redis address is not host:port; an address with a password starts with redis:// or rediss://")
+		}
 		if _, port, err := net.SplitHostPort(s); err != nil || !isPort(port) {
-			if strings.Contains(s, "@") { // likely user:password@host
-				return redisAddress{}, errors.New("redis address is not host:port; an address with a password starts with redis:// or rediss://")
-			}
 			return redisAddress{}, fmt.Errorf("redis address '%s' is not host:port, such as localhost:6379, or a redis://, rediss:// or unix:// URL", s)
 		}
 		return redisAddress{network: "tcp", addr: s}, nil

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package striperatelimit
+
+import (
+	"bytes"
+	"encoding/json"
+	"flag"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+	_ "github.com/caddyserver/caddy/v2/modules/standard"
+)
+
+var update = flag.Bool("update", false, "write what the adapter says into testdata/adapt")
+
+// TestAdapt adapts the Caddyfile in the upper part of each golden file. The
+// lower part is the whole result: JSON, or the text of the error.
+func TestAdapt(t *testing.T) {
+	const line = "----------\n"
+	files, err := filepath.Glob("testdata/adapt/*.caddyfiletest")
+	if err != nil || len(files) == 0 {
+		t.Fatalf("golden files: got %v, %v", files, err)
+	}
+	for _, file := range files {
+		name := strings.TrimSuffix(filepath.Base(file), ".caddyfiletest")
+		t.Run(name, func(t *testing.T) {
+			golden, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			input, want, _ := strings.Cut(string(golden), line)
+			got := adaptText(t, input)
+			if isError := !strings.HasPrefix(got, "{"); isError != strings.HasPrefix(name, "error_") {
+				t.Fatalf("the name of %s does not fit its outcome: %s", file, got)
+			}
+			if *update {
+				if err := os.WriteFile(file, []byte(input+line+got), 0o644); err != nil {
+					t.Fatal(err)
+				}
+				return
+			}
+			if diff := cmp.Diff(want, got); diff != "" {
+				t.Errorf("adapted %s (-want +got):\n%s", file, diff)
+			}
+		})
+	}
+}
+
+// adaptText returns what the Caddyfile adapts to: indented JSON, or an error.
+// The adapter's warnings, of bad formatting for example, are failures.
+func adaptText(t *testing.T, input string) string {
+	t.Helper()
+	result, warnings, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte(input), map[string]any{"filename": "Caddyfile"})
+	if err != nil {
+		return err.Error() + "\n"
+	}
+	for _, w := range warnings {
+		t.Errorf("warning: %v", w)
+	}
+	var indented bytes.Buffer
+	if err := json.Indent(&indented, result, "", "\t"); err != nil {
+		t.Fatal(err)
+	}
+	return indented.String() + "\n"
+}
+
+// FuzzCaddyfile feeds tokens to both grammars.
+func FuzzCaddyfile(f *testing.F) {
+	files, err := filepath.Glob("testdata/adapt/*.caddyfiletest")
+	if err != nil {
+		f.Fatal(err)
+	}
+	for _, file := range files {
+		golden, err := os.ReadFile(file)
+		if err != nil {
+			f.Fatal(err)
+		}
+		input, _, _ := strings.Cut(string(golden), "----------")
+		if _, block, ok := strings.Cut(input, "\tstripe_ratelimit"); ok {
+			f.Add("stripe_ratelimit" + block)
+		}
+	}
+	f.Fuzz(func(t *testing.T, input string) {
+		tokens, err := caddyfile.Tokenize([]byte(input), "Caddyfile")
+		if err != nil || len(tokens) == 0 {
+			t.Skip()
+		}
+		testUnmarshalCaddyfile[Handler](t, tokens)
+		testUnmarshalCaddyfile[App](t, tokens)
+	})
+}
+
+// testUnmarshalCaddyfile tests that the grammar of T does not panic, that its
+// errors have a line, and that what it accepts is valid, survives JSON and is
+// the same again.
+func testUnmarshalCaddyfile[T any, P interface {
+	*T
+	caddyfile.Unmarshaler
+	validateConfig() error
+}](t *testing.T, tokens []caddyfile.Token) {
+	t.Helper()
+	adapted := P(new(T))
+	if err := adapted.UnmarshalCaddyfile(caddyfile.NewDispenser(tokens)); err != nil {
+		if !strings.Contains(err.Error(), ", at Caddyfile:") {
+			t.Errorf("error without file and line: %v", err)
+		}
+		return
+	}
+	text, err := json.Marshal(adapted)
+	if err != nil {
+		t.Fatalf("marshal: %v", err)
+	}
+	loaded := P(new(T))
+	if err := caddy.StrictUnmarshalJSON(text, loaded); err != nil {
+		t.Fatalf("load %s: %v", text, err)
+	}
+	if diff := cmp.Diff(adapted, loaded, cmpopts.IgnoreUnexported(Handler{}, App{})); diff != "" {
+		t.Errorf("through JSON (-adapted +loaded):\n%s", diff)
+	}
+	if err := loaded.validateConfig(); err != nil {
+		t.Errorf("adapted to %s, which is not valid: %v", text, err)
+	}
+}

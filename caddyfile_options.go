@@ -188,11 +188,11 @@ func readDuration(to *caddy.Duration) option {
 func readKey(to *[]string) option {
 	return func(d *caddyfile.Dispenser) error {
 		for d.NextArg() {
-			source := d.Val()
-			if source == "{client_ip}" || source == "{http.vars.client_ip}" {
-				source = "client_ip" // which knows about IPv6 prefixes
+			sources, err := parseSources([]string{d.Val()})
+			if err != nil {
+				return d.WrapErr(err)
 			}
-			*to = append(*to, source)
+			*to = append(*to, sources[0].word)
 			if err := validateKey(*to); err != nil {
 				return d.WrapErr(err)
 			}

@@ -22,10 +22,12 @@ import (
 
 var update = flag.Bool("update", false, "write what the adapter says into testdata/adapt")
 
+// line parts the two halves of a golden file.
+const line = "----------\n"
+
 // TestAdapt adapts the Caddyfile in the upper part of each golden file. The
 // lower part is the whole result: JSON, or the text of the error.
 func TestAdapt(t *testing.T) {
-	const line = "----------\n"
 	files, err := filepath.Glob("testdata/adapt/*.caddyfiletest")
 	if err != nil || len(files) == 0 {
 		t.Fatalf("golden files: got %v, %v", files, err)
@@ -50,6 +52,37 @@ func TestAdapt(t *testing.T) {
 			}
 			if diff := cmp.Diff(want, got); diff != "" {
 				t.Errorf("adapted %s (-want +got):\n%s", file, diff)
+			}
+		})
+	}
+}
+
+// TestAdapt_Loads tests that what the adapter makes of the golden files, apart
+// from those that read files of the host, can be loaded.
+func TestAdapt_Loads(t *testing.T) {
+	for _, name := range []string{"REDIS_PASSWORD", "SENTINEL_PASSWORD", "RATELIMIT_SECRET"} {
+		t.Setenv(name, "secret")
+	}
+	files, err := filepath.Glob("testdata/adapt/*.caddyfiletest")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range files {
+		golden, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, adapted, _ := strings.Cut(string(golden), line)
+		if !strings.HasPrefix(adapted, "{") || strings.Contains(adapted, "/etc/") || strings.Contains(adapted, "{file.") {
+			continue
+		}
+		t.Run(strings.TrimSuffix(filepath.Base(file), ".caddyfiletest"), func(t *testing.T) {
+			var config caddy.Config
+			if err := caddy.StrictUnmarshalJSON([]byte(adapted), &config); err != nil {
+				t.Fatal(err)
+			}
+			if err := caddy.Validate(&config); err != nil {
+				t.Error(err)
 			}
 		})
 	}
@@ -84,7 +117,7 @@ func FuzzCaddyfile(f *testing.F) {
 		if err != nil {
 			f.Fatal(err)
 		}
-		input, _, _ := strings.Cut(string(golden), "----------")
+		input, _, _ := strings.Cut(string(golden), line)
 		if _, block, ok := strings.Cut(input, "\tstripe_ratelimit"); ok {
 			f.Add("stripe_ratelimit" + block)
 		}

@@ -49,18 +49,18 @@ func validateName(what, name, except string) error {
 	return nil
 }
 
-// compositeRE matches a text with at least one placeholder and no stray braces.
-var compositeRE = regexp.MustCompile(`^[^{}\\]*(\{[^{}\\\s]+\}[^{}\\]*)+$`)
-
 // validateKey checks the sources of an identity.
-func validateKey(sources []string) error {
-	for i, s := range sources {
-		switch {
-		case s != "api_key" && s != "client_ip" && !compositeRE.MatchString(s):
-			return fmt.Errorf("key source '%s' is not api_key, client_ip or a text with placeholders such as {http.request.header.X-User}", s)
-		case slices.Contains(sources[:i], s):
-			return fmt.Errorf("key source '%s' is given twice", s)
+func validateKey(words []string) error {
+	sources, err := parseSources(words)
+	if err != nil {
+		return err
+	}
+	seen := make(map[string]bool)
+	for _, s := range sources {
+		if seen[s.word] {
+			return fmt.Errorf("key source '%s' is given twice", s.word)
 		}
+		seen[s.word] = true
 	}
 	return nil
 }

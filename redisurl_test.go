@@ -72,28 +72,28 @@ func TestParseRedisAddress_Errors(t *testing.T) {
 func TestApp_ValidateConfig(t *testing.T) {
 	cases := []struct {
 		name string
-		app  App
+		app  *App
 		want string // part of the error; empty: valid
 	}{
-		{"nothing", App{}, ""},
-		{"memory", App{Redis: &RedisConfig{Addresses: []string{""}}, OnStoreError: "closed"}, ""},
-		{"placeholders are judged later", App{Redis: &RedisConfig{Addresses: []string{"{env.REDIS}"}, Username: "a", Password: "b", DB: 1, TLS: &RedisTLS{}}}, ""},
-		{"braces in a password", App{Redis: &RedisConfig{Addresses: []string{"a:1"}, Password: "{x"}}, ""},
-		{"rediss with a CA", App{Redis: &RedisConfig{Addresses: []string{"rediss://a"}, TLS: &RedisTLS{CA: "ca.pem"}}}, ""},
-		{"several rediss", App{Redis: &RedisConfig{Addresses: []string{"rediss://a", "rediss://b"}}}, ""},
-		{"sentinels by URL", App{Redis: &RedisConfig{Addresses: []string{"rediss://a:26379"}, MasterName: "m", DB: 1}}, ""},
-		{"cluster in database 0", App{Redis: &RedisConfig{Addresses: []string{"redis://a/0"}, Cluster: true}}, ""},
-		{"certificate without key", App{Redis: &RedisConfig{TLS: &RedisTLS{Cert: "c.pem"}}}, "without its key"},
-		{"key without certificate", App{Redis: &RedisConfig{TLS: &RedisTLS{Key: "k.pem"}}}, "without certificate"},
-		{"sentinel user alone", App{Redis: &RedisConfig{SentinelUsername: "a"}}, "no master_name"},
-		{"password of a replaced URL", App{Redis: &RedisConfig{Addresses: []string{"redis://:p@a"}, Password: "p"}}, "password is given twice"},
-		{"database of one of several", App{Redis: &RedisConfig{Addresses: []string{"a:1", "redis://b/1"}}}, "several addresses"},
-		{"braces", App{Redis: &RedisConfig{KeyPrefix: "{a}:"}}, "braces"},
-		{"another placeholder", App{Redis: &RedisConfig{KeyPrefix: "{system.hostname}:"}}, "braces"},
-		{"local", App{OnStoreError: "local"}, "later release"},
-		{"store error", App{OnStoreError: "pass"}, "on_store_error 'pass' is not open or closed"},
+		{"nothing", &App{}, ""},
+		{"memory", &App{Redis: &RedisConfig{Addresses: []string{""}}, OnStoreError: "closed"}, ""},
+		{"placeholders are judged later", &App{Redis: &RedisConfig{Addresses: []string{"{env.REDIS}"}, Username: "a", Password: "b", DB: 1, TLS: &RedisTLS{}}}, ""},
+		{"braces in a password", &App{Redis: &RedisConfig{Addresses: []string{"a:1"}, Password: "{x"}}, ""},
+		{"rediss with a CA", &App{Redis: &RedisConfig{Addresses: []string{"rediss://a"}, TLS: &RedisTLS{CA: "ca.pem"}}}, ""},
+		{"several rediss", &App{Redis: &RedisConfig{Addresses: []string{"rediss://a", "rediss://b"}}}, ""},
+		{"sentinels by URL", &App{Redis: &RedisConfig{Addresses: []string{"rediss://a:26379"}, MasterName: "m", DB: 1}}, ""},
+		{"cluster in database 0", &App{Redis: &RedisConfig{Addresses: []string{"redis://a/0"}, Cluster: true}}, ""},
+		{"certificate without key", &App{Redis: &RedisConfig{TLS: &RedisTLS{Cert: "c.pem"}}}, "without its key"},
+		{"key without certificate", &App{Redis: &RedisConfig{TLS: &RedisTLS{Key: "k.pem"}}}, "without certificate"},
+		{"sentinel user alone", &App{Redis: &RedisConfig{SentinelUsername: "a"}}, "no master_name"},
+		{"password of a replaced URL", &App{Redis: &RedisConfig{Addresses: []string{"redis://:p@a"}, Password: "p"}}, "password is given twice"},
+		{"database of one of several", &App{Redis: &RedisConfig{Addresses: []string{"a:1", "redis://b/1"}}}, "several addresses"},
+		{"braces", &App{Redis: &RedisConfig{KeyPrefix: "{a}:"}}, "braces"},
+		{"another placeholder", &App{Redis: &RedisConfig{KeyPrefix: "{system.hostname}:"}}, "braces"},
+		{"local", &App{OnStoreError: "local"}, "later release"},
+		{"store error", &App{OnStoreError: "pass"}, "on_store_error 'pass' is not open or closed"},
 	}
 	for _, c := range cases {
-		t.Run(c.name, func(t *testing.T) { testValidate(t, &c.app, c.want) })
+		t.Run(c.name, func(t *testing.T) { testValidate(t, c.app, c.want) })
 	}
 }

@@ -15,6 +15,7 @@ import (
 	"bufio"
 	"crypto/tls"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"os"
@@ -72,7 +73,7 @@ func newServer(t testing.TB) *Server {
 		s.Kill()
 		if t.Failed() {
 			log := s.log.String()
-			t.Logf("redis-server %s, end of its log:\n%s", s.Addr, log[max(0, len(log)-2000):])
+			t.Logf("redis-server %s, end of its log:\n%s", s.Addr, log[max(0, len(log)-1500):])
 		}
 	})
 	return s
@@ -213,6 +214,8 @@ func (s *Server) dial() (net.Conn, error) {
 	return net.Dial(network, s.Addr)
 }
 
+var noMaintenance = &maintnotifications.Config{Mode: maintnotifications.ModeDisabled}
+
 // Client returns a new client, which never retries and is closed when the test
 // ends.
 func (s *Server) Client() *redis.Client {
@@ -222,12 +225,10 @@ func (s *Server) Client() *redis.Client {
 		TLSConfig: s.tls,
 		// Retries would hide what a test wants to see, the others add commands
 		// of their own to what it counts.
-		MaxRetries:      -1,
-		DialerRetries:   1,
-		DisableIdentity: true,
-		MaintNotificationsConfig: &maintnotifications.Config{
-			Mode: maintnotifications.ModeDisabled,
-		},
+		MaxRetries:               -1,
+		DialerRetries:            1,
+		DisableIdentity:          true,
+		MaintNotificationsConfig: noMaintenance,
 	}
 	if s.port == 0 {
 		opts.Network = "unix"
@@ -235,6 +236,37 @@ func (s *Server) Client() *redis.Client {
 	rdb := redis.NewClient(opts)
 	s.t.Cleanup(func() { _ = rdb.Close() })
 	return rdb
+}
+
+// do sends a command and returns its reply as text.
+func (s *Server) do(args ...any) string {
+	s.t.Helper()
+	rdb := s.Client()
+	defer rdb.Close()
+	reply, err := rdb.Do(s.t.Context(), args...).Result()
+	if err != nil {
+		s.t.Fatalf("redis-server %s: %v: %v", s.Addr, args, err)
+	}
+	return fmt.Sprint(reply)
+}
+
+// wait waits until a process is where it must be: it looks again and again, for
+// nothing else tells.
+func (s *Server) wait(what string, done func() bool) {
+	s.t.Helper()
+	for deadline := time.Now().Add(readyTimeout); !done(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			s.t.Fatalf("redis-server %s: %s did not happen within %v", s.Addr, what, readyTimeout)
+		}
+	}
+}
+
+// waitForSync waits until a replica has what its master has.
+func (s *Server) waitForSync() {
+	s.t.Helper()
+	s.wait("sync with the master", func() bool {
+		return strings.Contains(s.do("INFO", "replication"), "master_link_status:up")
+	})
 }
 
 // Kill ends the process at once, as a crash does, and waits until it is gone.

@@ -71,11 +71,7 @@ func (s *Server) AddUser(name, password string, rules ...string) {
 	for _, rule := range rules {
 		command = append(command, rule)
 	}
-	rdb := s.Client()
-	defer rdb.Close()
-	if err := rdb.Do(s.t.Context(), command...).Err(); err != nil {
-		s.t.Fatalf("add user %s: %v", name, err)
-	}
+	s.do(command...)
 }
 
 // authority signs certificates for 127.0.0.1 and localhost, for a day.

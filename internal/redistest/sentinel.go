@@ -9,7 +9,6 @@ import (
 	"strconv"
 	"strings"
 	"testing"
-	"time"
 )
 
 // Sentinel is a master with one replica and one Sentinel that watches both. The
@@ -80,24 +79,6 @@ func (s *Sentinel) Failover() {
 func (s *Server) follow(master *Server) {
 	s.t.Helper()
 	host, port, _ := strings.Cut(master.Addr, ":")
-	rdb := s.Client()
-	defer rdb.Close()
-	if err := rdb.Do(s.t.Context(), "REPLICAOF", host, port).Err(); err != nil {
-		s.t.Fatalf("REPLICAOF: %v", err)
-	}
-	s.wait("sync with the master", func() bool {
-		info, err := s.info("replication")
-		return err == nil && strings.Contains(info, "master_link_status:up")
-	})
-}
-
-// wait waits until a process is where it must be: it looks again and again, for
-// nothing else tells.
-func (s *Server) wait(what string, done func() bool) {
-	s.t.Helper()
-	for deadline := time.Now().Add(readyTimeout); !done(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			s.t.Fatalf("redis-server %s: %s did not happen within %v", s.Addr, what, readyTimeout)
-		}
-	}
+	s.do("REPLICAOF", host, port)
+	s.waitForSync()
 }

@@ -9,6 +9,7 @@ import (
 )
 
 func TestSentinel_Failover(t *testing.T) {
+	t.Parallel()
 	s := StartSentinel(t)
 	a, b := s.Master, s.Replica
 	rdb := redis.NewFailoverClient(&redis.FailoverOptions{

@@ -187,15 +187,12 @@ func readDuration(to *caddy.Duration) option {
 // readKey takes the sources of an identity.
 func readKey(to *[]string) option {
 	return func(d *caddyfile.Dispenser) error {
-		for d.NextArg() {
-			sources, err := parseSources([]string{d.Val()})
-			if err != nil {
-				return d.WrapErr(err)
-			}
-			*to = append(*to, sources[0].word)
-			if err := validateKey(*to); err != nil {
-				return d.WrapErr(err)
-			}
+		sources, err := parseSources(d.RemainingArgs())
+		if err != nil {
+			return d.WrapErr(err)
+		}
+		for _, source := range sources {
+			*to = append(*to, source.word)
 		}
 		if len(*to) == 0 {
 			return d.Err("'key' needs a source: api_key, client_ip or a text with placeholders")

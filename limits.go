@@ -51,18 +51,8 @@ func validateName(what, name, except string) error {
 
 // validateKey checks the sources of an identity.
 func validateKey(words []string) error {
-	sources, err := parseSources(words)
-	if err != nil {
-		return err
-	}
-	seen := make(map[string]bool)
-	for _, s := range sources {
-		if seen[s.word] {
-			return fmt.Errorf("key source '%s' is given twice", s.word)
-		}
-		seen[s.word] = true
-	}
-	return nil
+	_, err := parseSources(words)
+	return err
 }
 
 // validate checks the mode; a nil Mode is the default and valid.

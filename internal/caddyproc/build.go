@@ -31,8 +31,8 @@ var binary = sync.OnceValues(func() (string, error) {
 	return path, nil
 })
 
-// alive is never closed by us: its end is ours.
-var alive *os.File
+// alive holds the pipes that nothing but the end of this process closes.
+var alive []*os.File
 
 // removeAtExit removes dir when this process ends, however it ends. Nothing in a
 // test binary runs after its last test, so another process waits for that.
@@ -42,7 +42,7 @@ func removeAtExit(dir string) error {
 		return err
 	}
 	defer r.Close()
-	alive = w
+	alive = append(alive, w)
 	cmd := exec.Command("/bin/sh", "-c", `cat; rm -rf "$0"`, dir)
 	cmd.Stdin = r
 	return cmd.Start()

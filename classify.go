@@ -185,11 +185,11 @@ func clientAddr(r *http.Request, prefix int) netip.Addr {
 	if err != nil {
 		return netip.Addr{}
 	}
-	addr = addr.Unmap().WithZone("")
+	addr = addr.Unmap()
 	if addr.Is4() {
 		return addr
 	}
-	network, err := addr.Prefix(prefix)
+	network, err := addr.Prefix(prefix) // drops the zone, too
 	if err != nil {
 		return netip.Addr{}
 	}

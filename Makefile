@@ -51,23 +51,23 @@ bench-once: # run each benchmark once, so that they always work
 
 .PHONY: lint
 lint: bin/golangci-lint ## Run golangci-lint
-	for dir in $(filter-out ./tools/ tools/,$(MODULES)); do (cd $$dir && $(CURDIR)/bin/golangci-lint run ./...); done
+	@for dir in $(filter-out ./tools/ tools/,$(MODULES)); do (cd $$dir && $(CURDIR)/bin/golangci-lint run ./...); done
 
 bin/golangci-lint: tools/go.mod tools/go.sum
 	go build -C tools -o ../bin/ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 
 .PHONY: format
 format: # fail if a file is not as gofmt writes it
-	files=$$(gofmt -l $$(git ls-files --cached --others --exclude-standard '*.go')); \
+	@files=$$(gofmt -l $$(git ls-files --cached --others --exclude-standard '*.go')); \
 	if [ "$$files" ]; then echo "not formatted: $$files"; exit 1; fi
 
 .PHONY: tidy
 tidy: # fail if a go.mod or go.sum is not as go mod tidy writes it
-	for dir in $(MODULES); do go mod tidy -C $$dir -diff; done
+	@for dir in $(MODULES); do go mod tidy -C $$dir -diff; done
 
 .PHONY: vet
 vet: # run go vet
-	for dir in $(filter-out ./tools/ tools/,$(MODULES)); do go vet -C $$dir ./...; done
+	@for dir in $(filter-out ./tools/ tools/,$(MODULES)); do go vet -C $$dir ./...; done
 
 .PHONY: build
 build: ## Build bin/caddy: Caddy with this module, for people without xcaddy
@@ -76,7 +76,7 @@ build: ## Build bin/caddy: Caddy with this module, for people without xcaddy
 
 .PHONY: caddyfile
 caddyfile: ## Format the example Caddyfiles and check that they adapt
-	for file in $(EXAMPLES); do \
+	@for file in $(EXAMPLES); do \
 		go run ./cmd/caddy fmt --overwrite $$file; \
 		go run ./cmd/caddy adapt --config $$file --adapter caddyfile >/dev/null; \
 	done

@@ -7,6 +7,7 @@ package compat
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -21,13 +22,14 @@ import (
 	"time"
 )
 
-// The sites of the Caddyfile, in its order.
+// The sites of the Caddyfile, in its order, and that of Caddyfile.closed.
 const (
 	plain   = iota // 1/h, nothing about retries
 	retried        // 2/s, should_retry auto
 	long           // 1/h, should_retry auto
 	second         // 1/s
 	busy           // one in progress
+	closed         // no store, on_store_error closed
 	numSites
 )
 
@@ -46,7 +48,7 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// run builds Caddy, runs it, and runs the tests.
+// run builds Caddy, runs it with both files, and runs the tests.
 func run(m *testing.M) (code int, err error) {
 	dir, err := os.MkdirTemp("", "compat")
 	if err != nil {
@@ -63,43 +65,61 @@ func run(m *testing.M) (code int, err error) {
 	server := httptest.NewServer(upstream)
 	defer server.Close()
 
-	caddy := exec.Command(program, "run", "--config", "Caddyfile")
-	caddy.Env = append(os.Environ(),
-		"UPSTREAM="+server.Listener.Addr().String(),
-		"XDG_CONFIG_HOME="+dir, "XDG_DATA_HOME="+dir)
-	var log bytes.Buffer
-	caddy.Stderr = &log
-	for site := range siteURLs {
+	var caddies []*caddy
+	defer func() {
+		for _, c := range caddies {
+			if stopErr := c.stop(); stopErr != nil || code != 0 {
+				err = errors.Join(err, fmt.Errorf("caddy: %v\n%s", stopErr, &c.log))
+			}
+		}
+	}()
+	for config, urls := range map[string][]string{
+		"Caddyfile":        siteURLs[:closed],
+		"Caddyfile.closed": siteURLs[closed:],
+	} {
+		c := &caddy{cmd: exec.Command(program, "run", "--adapter", "caddyfile", "--config", config)}
+		c.cmd.Env = append(os.Environ(),
+			"UPSTREAM="+server.Listener.Addr().String(), "XDG_CONFIG_HOME="+dir, "XDG_DATA_HOME="+dir)
+		if err := c.start(urls); err != nil {
+			return 0, err
+		}
+		caddies = append(caddies, c)
+		if get(http.DefaultClient, http.MethodGet, urls[0], "sk_live_ready") != nil {
+			return 1, nil // Caddy has died: its log says why
+		}
+	}
+	return m.Run(), nil
+}
+
+// caddy is a process of Caddy.
+type caddy struct {
+	cmd *exec.Cmd
+	log bytes.Buffer
+}
+
+// start starts the process with an open listener for each URL, and sets the URL.
+func (c *caddy) start(urls []string) error {
+	for i := range urls {
 		l, err := net.Listen("tcp", "127.0.0.1:0")
 		if err != nil {
-			return 0, err
+			return err
 		}
-		siteURLs[site] = "http://" + l.Addr().String()
+		defer l.Close() // Caddy's copy stays open
+		urls[i] = "http://" + l.Addr().String()
 		file, err := l.(*net.TCPListener).File()
 		if err != nil {
-			return 0, err
+			return err
 		}
-		caddy.ExtraFiles = append(caddy.ExtraFiles, file)
-		l.Close() // Caddy's copy stays open
+		defer file.Close()
+		c.cmd.ExtraFiles = append(c.cmd.ExtraFiles, file)
 	}
-	if err := caddy.Start(); err != nil {
-		return 0, err
-	}
-	for _, file := range caddy.ExtraFiles {
-		file.Close()
-	}
+	c.cmd.Stderr = &c.log
+	return c.cmd.Start()
+}
 
-	if get(http.DefaultClient, http.MethodGet, siteURLs[plain], "sk_live_ready") == nil {
-		code = m.Run()
-	} else {
-		code = 1 // Caddy has died: the log says why
-	}
-
-	_ = caddy.Process.Signal(os.Interrupt)
-	if err := caddy.Wait(); err != nil || code != 0 {
-		return 1, fmt.Errorf("caddy: %v\n%s", err, &log)
-	}
-	return code, nil
+func (c *caddy) stop() error {
+	_ = c.cmd.Process.Signal(os.Interrupt) // no effect if it has died: Wait tells
+	return c.cmd.Wait()
 }
 
 // api is a small part of Stripe's API.

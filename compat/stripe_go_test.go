@@ -144,3 +144,16 @@ func TestStripeGo_ConcurrencyDenied(t *testing.T) {
 		})
 	}
 }
+
+// A 503 of the limiter itself is an error of the API's own kind.
+func TestStripeGo_Closed(t *testing.T) {
+	for _, version := range stripeGo {
+		t.Run(version.name, func(t *testing.T) {
+			err := version.create(new(recorder).client(), siteURLs[closed], keyOf(t))
+			e, ok := version.error(err)
+			if !ok || e.Status != http.StatusServiceUnavailable || e.Code != "limiter_unavailable" || e.Type != "api_error" {
+				t.Errorf("got error %v, want a *stripe.Error 503 limiter_unavailable", err)
+			}
+		})
+	}
+}

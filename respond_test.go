@@ -383,7 +383,7 @@ func checkGrammar(t *testing.T, header http.Header) {
 	t.Helper()
 	for name, item := range map[string]*regexp.Regexp{"RateLimit": rateLimitItem, "RateLimit-Policy": policyItem} {
 		for _, line := range header.Values(name) {
-			for _, text := range strings.Split(line, ", ") {
+			for text := range strings.SplitSeq(line, ", ") {
 				if !item.MatchString(text) {
 					t.Errorf("%s: %q is not an item", name, text)
 				}

@@ -2,7 +2,10 @@
 
 package limiters
 
-import "time"
+import (
+	"math"
+	"time"
+)
 
 // The token bucket, in integers: a bucket's level is counted in units of which
 // a token has as many as its period has ticks. So in each tick exactly
@@ -38,12 +41,13 @@ func (l *Limit) ttl(level int64) int64 {
 }
 
 // until is the exact time in which a bucket rises from one level to another,
-// rounded up to a tick.
+// rounded up to a tick; 292 years if it is longer.
 func (l *Limit) until(level, target int64) time.Duration {
 	if level >= target {
 		return 0
 	}
-	return time.Duration((target-level+l.Requests-1)/l.Requests) * l.tick
+	ticks := (target - level + l.Requests - 1) / l.Requests
+	return time.Duration(min(ticks, math.MaxInt64/int64(l.tick))) * l.tick
 }
 
 // Outcomes as the scripts return them.

@@ -21,6 +21,9 @@ var (
 	// errLate is returned when the server came to a call only after its
 	// deadline. Nothing was taken.
 	errLate = errors.New("the server came to it too late")
+
+	// errPanic is returned for a bug in background work.
+	errPanic = errors.New("panic")
 )
 
 // mayHaveRun reports whether a call that failed may have taken something, now
@@ -28,21 +31,19 @@ var (
 // scripts check everything before they write.
 func mayHaveRun(err error) bool {
 	var answer redis.Error
-	var dial *net.OpError
-	switch {
-	case errors.As(err, &answer), errors.Is(err, errLate), errors.Is(err, redis.ErrClosed):
-		return false
-	case errors.As(err, &dial) && dial.Op == "dial":
-		return false
-	case errors.Is(err, redis.ErrPoolTimeout):
-		return false
-	}
-	return true
+	return !errors.As(err, &answer) && !errors.Is(err, errLate) && !isDial(err) &&
+		!errors.Is(err, redis.ErrClosed) && !errors.Is(err, redis.ErrPoolTimeout)
+}
+
+// isDial reports whether the server could not be reached in the first place.
+func isDial(err error) bool {
+	var op *net.OpError
+	return errors.As(err, &op) && op.Op == "dial"
 }
 
 // Reason names the cause of a store error in one word of a fixed set, for
 // metrics: timeout, connection, late, loading, readonly, oom, auth, busy,
-// cluster, wrong_type, shape, closed or other.
+// cluster, wrong_type, shape, closed, panic or other.
 func Reason(err error) string {
 	var netErr net.Error
 	switch {
@@ -50,6 +51,8 @@ func Reason(err error) string {
 		return "shape"
 	case errors.Is(err, errLate):
 		return "late"
+	case errors.Is(err, errPanic):
+		return "panic"
 	case errors.Is(err, redis.ErrClosed):
 		return "closed"
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, redis.ErrPoolTimeout):

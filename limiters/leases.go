@@ -3,7 +3,6 @@
 package limiters
 
 import (
-	"slices"
 	"sync"
 	"time"
 )
@@ -20,171 +19,213 @@ type lease struct {
 	capacity int64 // of the limit that took it
 
 	// Guarded by leaseTable.mu.
-	renewAt time.Time // when the next renewal is due
-	revives time.Time // until when a script under way may take or renew it
-	ends    time.Time // when it has surely ended by itself
-	sending bool      // a release is under way
+	renewAt  time.Time // when the next renewal is due
+	revives  time.Time // until when a script under way may take or lengthen it
+	ends     time.Time // when it has surely ended by itself; zero while it is held
+	index    int       // in leaseTable.ended
+	released bool      // a release was acknowledged
+	gone     bool      // and it was the last word
 }
 
 // leaseTable knows the leases that this process holds in Redis, and those it
-// has given back but whose release Redis has not acknowledged.
+// has given back but whose release is not yet final.
 //
-// An ended lease stays until a release is acknowledged that was sent when no
-// script could revive the lease any more. Until then every admission of its identity applies the release again, so that a client never
-// waits for a slot that it has freed itself.
+// A release is final once Redis acknowledges one that was sent when no script
+// could take or lengthen the lease any more: before that a script under way, of
+// an admission whose reply never came or of a renewal, may come after it and
+// revive the lease. While a release is not acknowledged every admission of its
+// identity applies it as well, so that a client never waits for a slot that it
+// has freed itself.
 type leaseTable struct {
+	longest time.Duration // that a script may be under way
+
 	mu     sync.Mutex // guards below and the marked fields of lease
 	held   map[*lease]struct{}
 	ended  map[stateKey][]*lease
 	nEnded int
+	queue  []*lease // ended, to be released at once
+	turn   int      // where endedOf begins
 
-	wake chan struct{} // capacity 1: something has ended
+	wake chan struct{} // capacity 1: the queue has something
 }
 
-func newLeaseTable() *leaseTable {
+func newLeaseTable(longest time.Duration) *leaseTable {
 	return &leaseTable{
-		held:  map[*lease]struct{}{},
-		ended: map[stateKey][]*lease{},
-		wake:  make(chan struct{}, 1),
+		longest: longest,
+		held:    map[*lease]struct{}{},
+		ended:   map[stateKey][]*lease{},
+		wake:    make(chan struct{}, 1),
 	}
 }
 
-// hold begins to renew a lease that was taken by a script sent at now.
-func (t *leaseTable) hold(now time.Time, l *lease) {
-	l.renewAt = now.Add(l.length / 3)
+// hold begins to renew leases that were taken by a script sent at now.
+func (t *leaseTable) hold(now time.Time, leases ...*lease) {
 	t.mu.Lock()
-	t.held[l] = struct{}{}
-	t.mu.Unlock()
+	defer t.mu.Unlock()
+	for _, l := range leases {
+		l.renewAt = now.Add(l.length / 3)
+		t.held[l] = struct{}{}
+	}
 }
 
-// end gives leases back. With unsure, they may or may not have been taken: the
-// release is repeated until they have ended by themselves.
+// end gives leases back. With unsure, a script under way may yet take them.
 func (t *leaseTable) end(now time.Time, unsure bool, leases ...*lease) {
 	if len(leases) == 0 {
 		return
 	}
 	t.mu.Lock()
+	defer t.mu.Unlock()
 	for _, l := range leases {
+		if !l.ends.IsZero() {
+			continue // given back twice
+		}
 		delete(t.held, l)
-		// A renewal under way may still lengthen it.
-		l.ends = now.Add(backgroundTimeout + l.length)
 		if unsure {
-			l.revives = l.ends
+			l.revives = now.Add(t.longest)
 		}
-		if t.nEnded < maxEnded {
-			t.ended[l.key] = append(t.ended[l.key], l)
-			t.nEnded++
+		l.ends = now.Add(t.longest + l.length)
+		if t.nEnded == maxEnded {
+			l.gone = true
+			continue
 		}
+		t.nEnded++
+		l.index = len(t.ended[l.key])
+		t.ended[l.key] = append(t.ended[l.key], l)
+		t.queue = append(t.queue, l)
 	}
-	t.mu.Unlock()
-	t.kick()
+	t.kickLocked()
 }
 
-func (t *leaseTable) kick() {
+func (t *leaseTable) kickLocked() {
 	select {
 	case t.wake <- struct{}{}:
 	default:
 	}
 }
 
-// endedOf returns up to n leases of a key whose release is not acknowledged.
-func (t *leaseTable) endedOf(key stateKey, n int) []*lease {
+// wants reports whether a release sent at now would be of use.
+func (l *lease) wants(now time.Time) bool {
+	return !l.gone && (!l.released || !now.Before(l.revives))
+}
+
+// endedOf returns at most n leases of a key that want a release at now, others
+// each time if there are more.
+func (t *leaseTable) endedOf(now time.Time, key stateKey, n int) []*lease {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	all := t.ended[key]
 	if len(all) == 0 {
 		return nil
 	}
-	return append([]*lease(nil), all[:min(n, len(all))]...)
+	n = min(n, len(all))
+	some := make([]*lease, 0, n)
+	for i := range n {
+		if l := all[(t.turn+i)%len(all)]; l.wants(now) {
+			some = append(some, l)
+		}
+	}
+	t.turn += n
+	return some
 }
 
-// acknowledged notes that Redis has applied the release of leases of one key,
-// which was sent at now.
-func (t *leaseTable) acknowledged(now time.Time, key stateKey, leases []*lease) {
+// acknowledged notes that Redis has applied a release sent at sent.
+func (t *leaseTable) acknowledged(sent time.Time, leases []*lease) {
 	if len(leases) == 0 {
 		return
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.forgetLocked(key, func(l *lease) bool {
-		return !now.Before(l.revives) && slices.Contains(leases, l)
-	})
-}
-
-func (t *leaseTable) forgetLocked(key stateKey, forget func(*lease) bool) {
-	all := t.ended[key]
-	kept := all[:0]
-	for _, l := range all {
-		if !forget(l) {
-			kept = append(kept, l)
-		}
-	}
-	t.nEnded -= len(all) - len(kept)
-	clear(all[len(kept):])
-	if len(kept) == 0 {
-		delete(t.ended, key)
-	} else {
-		t.ended[key] = kept
-	}
-}
-
-// toSend returns the ended leases whose release is not under way, by key, and
-// marks them so. It forgets those that have ended by themselves.
-func (t *leaseTable) toSend(now time.Time) map[stateKey][]*lease {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	batch := map[stateKey][]*lease{}
-	for key := range t.ended {
-		t.forgetLocked(key, func(l *lease) bool { return now.After(l.ends) })
-		for _, l := range t.ended[key] {
-			if !l.sending {
-				l.sending = true
-				batch[key] = append(batch[key], l)
-			}
-		}
-	}
-	return batch
-}
-
-// sent notes that a release of leases of one key, sent at now, is over.
-func (t *leaseTable) sent(now time.Time, key stateKey, leases []*lease, ok bool) {
-	t.mu.Lock()
 	for _, l := range leases {
-		l.sending = false
-	}
-	t.mu.Unlock()
-	if ok {
-		t.acknowledged(now, key, leases)
+		l.released = true
+		if !sent.Before(l.revives) {
+			t.forgetLocked(l)
+		}
 	}
 }
 
-// due returns the held leases that want renewal at now, by key, and marks them.
-func (t *leaseTable) due(now time.Time) map[stateKey][]*lease {
+func (t *leaseTable) forgetLocked(l *lease) {
+	if l.gone {
+		return
+	}
+	l.gone = true
+	t.nEnded--
+	all := t.ended[l.key]
+	last := len(all) - 1
+	all[l.index] = all[last]
+	all[l.index].index = l.index
+	all[last] = nil
+	if last == 0 {
+		delete(t.ended, l.key)
+	} else {
+		t.ended[l.key] = all[:last]
+	}
+}
+
+// toRelease returns at most n ended leases that want a release at now: those of
+// the queue, or with all any. More reports whether the queue has others.
+func (t *leaseTable) toRelease(now time.Time, n int, all bool) (leases []*lease, more bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	var batch map[stateKey][]*lease
+	if all {
+		t.queue = t.queue[:0]
+		for _, ended := range t.ended {
+			t.queue = append(t.queue, ended...)
+		}
+	}
+	n = min(n, len(t.queue))
+	for _, l := range t.queue[:n] {
+		if now.After(l.ends) {
+			t.forgetLocked(l)
+		}
+		if l.wants(now) {
+			leases = append(leases, l)
+		}
+	}
+	if t.queue = t.queue[n:]; len(t.queue) == 0 {
+		t.queue = nil
+	}
+	return leases, len(t.queue) > 0
+}
+
+// renewalKey names the leases that one renewal may renew.
+type renewalKey struct {
+	stateKey
+	length time.Duration
+}
+
+// due returns the held leases that want renewal at now or before due is asked
+// again, interval later. Each must be told to renewed.
+func (t *leaseTable) due(now time.Time, interval time.Duration) map[renewalKey][]*lease {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	var batch map[renewalKey][]*lease
 	for l := range t.held {
-		if now.Before(l.renewAt) {
+		if l.renewAt.After(now.Add(interval)) {
 			continue
 		}
 		if batch == nil {
-			batch = map[stateKey][]*lease{}
+			batch = map[renewalKey][]*lease{}
 		}
 		l.revives = now.Add(MaxLease) // until renewed
-		batch[l.key] = append(batch[l.key], l)
+		key := renewalKey{l.key, l.length}
+		batch[key] = append(batch[key], l)
 	}
 	return batch
 }
 
-// renewed notes that a renewal sent at now is over; if it failed, it may still
-// be applied until deadline.
-func (t *leaseTable) renewed(now time.Time, leases []*lease, ok bool, deadline time.Time) {
+// renewed notes that a renewal sent at sent is over, and whether it succeeded.
+// A script of it may be under way until revives.
+func (t *leaseTable) renewed(sent time.Time, ok bool, revives time.Time, leases []*lease) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, l := range leases {
-		l.revives = deadline
+		l.revives = revives
 		if ok {
-			l.renewAt = now.Add(l.length / 3)
+			l.renewAt = sent.Add(l.length / 3)
+		}
+		if !l.ends.IsZero() && !l.gone { // released meanwhile: once more
+			t.queue = append(t.queue, l)
+			t.kickLocked()
 		}
 	}
 }

@@ -5,6 +5,7 @@ package limiters
 import (
 	"context"
 	"encoding/binary"
+	"math"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -55,10 +56,15 @@ type bucket struct {
 
 // slots is what Redis keeps as a sorted set.
 type slots struct {
-	ends    map[uint64]int64 // lease id -> end, us
-	expires int64            // ms
-	oldest  int64            // us; no lease ends before it
-	lease   int64            // us; of the limit that was last applied
+	leases  map[uint64]slot // by id
+	first   int64           // us; no lease ends before it
+	expires int64           // ms; after it there are none
+}
+
+// slot is a member of the set.
+type slot struct {
+	end    int64 // us
+	length int64 // us
 }
 
 // NewMemory returns a Memory that keeps at most maxBuckets buckets, or
@@ -90,14 +96,16 @@ func (m *Memory) Admit(_ context.Context, asks []Ask) (Admission, error) {
 }
 
 func (m *Memory) admitAt(now int64, asks []Ask) Admission {
-	adm := Admission{Allowed: true}
+	adm := Admission{Allowed: true, Results: make([]Result, 0, total(asks))}
 	for _, ask := range asks {
 		id := m.nextID.Add(1)
 		allowed := m.shard(ask.Identity).admit(now, ask, id, &adm)
 		adm.Allowed = adm.Allowed && allowed
 	}
 	if !adm.Allowed {
-		m.Release(adm)
+		for _, l := range adm.leases {
+			m.shard(l.key.identity).release(now, l.key, l.id)
+		}
 		adm.leases = nil
 	}
 	return adm
@@ -105,8 +113,9 @@ func (m *Memory) admitAt(now int64, asks []Ask) Admission {
 
 // Release implements Store.
 func (m *Memory) Release(adm Admission) {
+	now := m.now()
 	for _, l := range adm.leases {
-		m.shard(l.key.identity).release(l.key, l.id)
+		m.shard(l.key.identity).release(now, l.key, l.id)
 	}
 }
 
@@ -162,18 +171,17 @@ func (s *memoryShard) admit(now int64, ask Ask, id uint64, adm *Admission) bool 
 		if l.Kind == Rate {
 			st.clock = now / l.tick.Microseconds()
 			st.level = l.capacityUnits()
-			if b, ok := s.buckets[key]; ok && now/1000 <= b.expires {
+			if b, ok := s.bucket(now, key); ok {
 				st.behind = st.clock < b.at
 				st.level = l.refill(b.level, st.clock-b.at)
 			}
 			st.fits = st.level >= l.costUnits()
 		} else {
-			if set := s.slots[key]; set != nil {
-				st.level = set.live(now)
-			}
+			set := s.leases(now, key)
+			st.level = set.live(now)
 			st.fits = st.level < l.Capacity
 			if !st.fits {
-				s.slots[key].cutBack(now + l.Lease.Microseconds())
+				set.cutBack(now, l.Lease.Microseconds())
 			}
 		}
 		if !st.fits && !c.Dark {
@@ -194,7 +202,8 @@ func (s *memoryShard) admit(now int64, ask Ask, id uint64, adm *Admission) bool 
 				s.put(now, key, bucket{st.level, st.clock, now/1000 + l.ttl(st.level)})
 			}
 		} else if take {
-			s.acquire(now, key, l, id)
+			s.renewLocked(now, key, l.Lease.Microseconds(), id)
+			s.slots[key].purge(now)
 			adm.leases = append(adm.leases, &lease{key: key, id: id, length: l.Lease, capacity: l.Capacity})
 			st.level++
 		}
@@ -216,7 +225,7 @@ func (s *memoryShard) admit(now int64, ask Ask, id uint64, adm *Admission) bool 
 // few others: those that are full again, and if there are none, one at random.
 func (s *memoryShard) put(now int64, key stateKey, b bucket) {
 	if _, ok := s.buckets[key]; !ok && len(s.buckets) >= s.maxBuckets {
-		const look = 16
+		look := min(16, len(s.buckets))
 		n, freed := 0, false
 		for k, old := range s.buckets {
 			if n++; now/1000 > old.expires || (n == look && !freed) {
@@ -252,64 +261,84 @@ func (s *memoryShard) sweep(now int64) {
 	}
 }
 
-// acquire adds a lease; mu must be held.
-func (s *memoryShard) acquire(now int64, key stateKey, l *Limit, id uint64) {
-	set := s.slots[key]
-	if set == nil || now/1000 > set.expires {
-		set = &slots{ends: map[uint64]int64{}, oldest: now}
-		s.slots[key] = set
+// bucket is GET; mu must be held.
+func (s *memoryShard) bucket(now int64, key stateKey) (bucket, bool) {
+	b, ok := s.buckets[key]
+	if ok && now/1000 > b.expires {
+		delete(s.buckets, key)
+		return bucket{}, false
 	}
-	set.purge(now)
-	set.renew(now, l.Lease.Microseconds(), id)
+	return b, ok
+}
+
+// leases returns the set of a key, or nil if there is none; mu must be held.
+func (s *memoryShard) leases(now int64, key stateKey) *slots {
+	set := s.slots[key]
+	if set != nil && now/1000 > set.expires {
+		delete(s.slots, key)
+		return nil
+	}
+	return set
 }
 
 // release is ZREM.
-func (s *memoryShard) release(key stateKey, id uint64) {
+func (s *memoryShard) release(now int64, key stateKey, ids ...uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if set := s.slots[key]; set != nil {
-		delete(set.ends, id)
-		if len(set.ends) == 0 {
-			delete(s.slots, key)
-		}
+	set := s.leases(now, key)
+	if set == nil {
+		return
+	}
+	for _, id := range ids {
+		delete(set.leases, id)
 	}
 }
 
-// renewAt is the script renew.lua.
-func (s *memoryShard) renewAt(now int64, key stateKey, lease int64, ids ...uint64) {
+// renew is the script renew.lua.
+func (s *memoryShard) renew(now int64, key stateKey, length int64, ids ...uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	set := s.slots[key]
-	if set == nil || now/1000 > set.expires {
-		set = &slots{ends: map[uint64]int64{}, oldest: now}
+	s.renewLocked(now, key, length, ids...)
+}
+
+func (s *memoryShard) renewLocked(now int64, key stateKey, length int64, ids ...uint64) {
+	set := s.leases(now, key)
+	if set == nil {
+		set = &slots{leases: map[uint64]slot{}, first: math.MaxInt64}
 		s.slots[key] = set
 	}
-	set.renew(now, lease, ids...)
+	set.renew(now, length, ids...)
 }
 
-// upkeep renews every lease of the shard and forgets buckets that are full.
+// upkeep renews every lease of the shard and forgets what is as if it were not
+// there.
 func (s *memoryShard) upkeep(now int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.sweep(now)
-	for _, set := range s.slots {
-		for id := range set.ends {
-			set.renew(now, set.lease, id)
+	for key, set := range s.slots {
+		if len(set.leases) == 0 {
+			delete(s.slots, key) // not on release, because mostly it is needed again
+			continue
+		}
+		set.first = math.MaxInt64
+		for id, l := range set.leases {
+			set.renew(now, l.length, id)
 		}
 	}
 }
 
 // live counts the leases that have not ended.
 func (s *slots) live(now int64) int64 {
-	if now/1000 > s.expires {
+	if s == nil {
 		return 0
 	}
-	if now <= s.oldest {
-		return int64(len(s.ends))
+	if now <= s.first {
+		return int64(len(s.leases))
 	}
 	var n int64
-	for _, end := range s.ends {
-		if end >= now {
+	for _, l := range s.leases {
+		if l.end >= now {
 			n++
 		}
 	}
@@ -318,36 +347,36 @@ func (s *slots) live(now int64) int64 {
 
 // purge drops the leases that have ended.
 func (s *slots) purge(now int64) {
-	if now <= s.oldest {
+	if now <= s.first {
 		return
 	}
-	oldest := int64(1<<63 - 1)
-	for id, end := range s.ends {
-		if end < now {
-			delete(s.ends, id)
+	s.first = math.MaxInt64
+	for id, l := range s.leases {
+		if l.end < now {
+			delete(s.leases, id)
 			continue
 		}
-		oldest = min(oldest, end)
+		s.first = min(s.first, l.end)
 	}
-	s.oldest = oldest
 }
 
-// renew lets leases end one lease from now.
-func (s *slots) renew(now, lease int64, ids ...uint64) {
+// renew lets leases end one length from now.
+func (s *slots) renew(now, length int64, ids ...uint64) {
 	for _, id := range ids {
-		s.ends[id] = now + lease
+		s.leases[id] = slot{now + length, length}
 	}
-	s.oldest = min(s.oldest, now+lease)
-	s.expires = now/1000 + lease/1000 + 2
-	s.lease = lease
+	s.first = min(s.first, now+length)
+	s.expires = now/1000 + MaxLease.Milliseconds() + 2
 }
 
-// cutBack shortens leases that end later than any could: the clock was set back.
-func (s *slots) cutBack(latest int64) {
-	for id, end := range s.ends {
-		if end > latest {
-			s.ends[id] = latest
+// cutBack shortens leases that end later than they could, were the clock not
+// set back, and later than one of length would.
+func (s *slots) cutBack(now, length int64) {
+	for id, l := range s.leases {
+		if l.end > now+max(length, l.length) {
+			l.end = now + l.length
+			s.leases[id] = l
+			s.first = min(s.first, l.end)
 		}
 	}
-	s.oldest = min(s.oldest, latest)
 }

@@ -4,76 +4,133 @@ package limiters
 
 import (
 	"context"
+	"fmt"
+	"runtime/debug"
+	"slices"
+	"sync"
 	"time"
 
 	"github.com/redis/go-redis/v9"
-
-	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/lua"
 )
 
 const (
 	// backgroundTimeout bounds one round of releases or renewals.
 	backgroundTimeout = time.Second
 
-	// renewBatch bounds the leases in one renewal script, which blocks Redis
-	// while it runs, and renewPipeline the scripts in one round trip.
-	renewBatch    = 500
-	renewPipeline = 100
+	// batchSize bounds the leases in one command, because Redis does nothing
+	// else meanwhile, and roundSize those in one round trip.
+	batchSize = 500
+	roundSize = 20 * batchSize
 )
 
+// safely runs background work. A bug in it must not end the process.
+func (r *Redis) safely(operation string, work func() error) (err error) {
+	defer func() {
+		if v := recover(); v != nil {
+			err = fmt.Errorf("%w in %s: %v\n%s", errPanic, operation, v, debug.Stack())
+			r.observe(operation, 0, err)
+		}
+	}()
+	return work()
+}
+
 // flushLoop sends releases: at once, and while that is under way gathers what
-// ends meanwhile into the next batch. So a quiet instance releases without
-// delay and a busy one in large batches, without any timer.
+// ends meanwhile into the next round. So a quiet instance releases without
+// delay and a busy one in large batches, without any timer. What fails is sent
+// again at each tick.
 func (r *Redis) flushLoop() {
-	defer r.done.Done()
-	again := time.NewTicker(renewEvery)
-	defer again.Stop()
+	ticker := time.NewTicker(renewEvery)
+	defer ticker.Stop()
 	wake := r.leases.wake
 	for {
+		all := true
 		select {
 		case <-wake:
-		case <-again.C: // what failed, and what may have been revived
+			all = false
+		case <-ticker.C:
 		case <-r.stop:
-			r.flush()
+			_ = r.safely("release", func() error { return r.flush(true) })
 			return
 		}
 		wake = r.leases.wake
-		if err := r.flush(); err != nil {
+		if r.safely("release", func() error { return r.flush(all) }) != nil {
 			wake = nil // no hurry any more
 		}
 	}
 }
 
-// flush sends every release that is not under way, once.
-func (r *Redis) flush() error {
-	start := time.Now()
-	batch := r.leases.toSend(start)
-	if len(batch) == 0 {
-		return nil
-	}
+// flush sends the releases of the queue, or with all every one, once. The error
+// is that of a node that did not answer.
+func (r *Redis) flush(all bool) error {
 	ctx, cancel := context.WithTimeout(context.Background(), backgroundTimeout)
 	defer cancel()
-	pipe := r.client.Pipeline()
-	cmds := make(map[stateKey]*redis.IntCmd, len(batch))
-	for key, leases := range batch {
-		ids := make([]any, len(leases))
-		for i, l := range leases {
-			ids[i] = r.leaseID(l.id)
+	for more := true; more; all = false {
+		start := time.Now()
+		var leases []*lease
+		if leases, more = r.leases.toRelease(start, roundSize, all); len(leases) == 0 {
+			continue
 		}
-		cmds[key] = pipe.ZRem(ctx, key.redis(r.prefix), ids...)
+		err := r.release(ctx, start, leases)
+		r.observe("release", time.Since(start), err)
+		if err != nil {
+			return err
+		}
 	}
-	_, err := pipe.Exec(ctx)
-	r.observe("release", time.Since(start), err)
-	for key, leases := range batch {
-		r.leases.sent(start, key, leases, cmds[key].Err() == nil)
+	return nil
+}
+
+// release sends the release of leases, at now.
+func (r *Redis) release(ctx context.Context, now time.Time, leases []*lease) (failed error) {
+	byKey := map[stateKey][]*lease{}
+	for _, l := range leases {
+		byKey[l.key] = append(byKey[l.key], l)
 	}
-	return err
+	type releases struct {
+		commands []*command
+		batches  [][]*lease
+	}
+	byNode := map[*redis.Client]*releases{}
+	for k, leases := range byKey {
+		key := k.redis(r.prefix)
+		node, err := r.node(ctx, key)
+		if err != nil {
+			return err
+		}
+		to := byNode[node]
+		if to == nil {
+			to = &releases{}
+			byNode[node] = to
+		}
+		for batch := range slices.Chunk(leases, batchSize) {
+			args := []any{"zrem", key}
+			for _, l := range batch {
+				args = append(args, r.member(l))
+			}
+			to.commands = append(to.commands, &command{Cmder: redis.NewIntCmd(ctx, args...)})
+			to.batches = append(to.batches, batch)
+		}
+	}
+	var wg sync.WaitGroup
+	for node, to := range byNode {
+		wg.Go(func() { r.exec(ctx, node, to.commands) })
+	}
+	wg.Wait()
+	for _, to := range byNode {
+		for i, c := range to.commands {
+			switch err := c.Err(); {
+			case err == nil, redis.HasErrorPrefix(err, "WRONGTYPE"): // then no lease is there
+				r.leases.acknowledged(now, to.batches[i])
+			default:
+				failed = err
+			}
+		}
+	}
+	return failed
 }
 
 // renewLoop renews the leases of requests that take longer than a third of
 // their lease.
 func (r *Redis) renewLoop() {
-	defer r.done.Done()
 	ticker := time.NewTicker(renewEvery)
 	defer ticker.Stop()
 	for {
@@ -81,81 +138,57 @@ func (r *Redis) renewLoop() {
 		case <-r.stop:
 			return
 		case <-ticker.C:
-			r.renew()
+			_ = r.safely("renew", r.renew)
 		}
 	}
 }
 
 // renewal is one call of renew.lua.
 type renewal struct {
-	key    stateKey
+	scriptCall
 	leases []*lease
-	clock  *serverClock
-	cmd    *scriptCmd
 }
 
 // renew renews the leases that are due.
-func (r *Redis) renew() {
+func (r *Redis) renew() error {
 	var calls []*renewal
-	for key, leases := range r.leases.due(time.Now()) {
-		for len(leases) > 0 {
-			n := min(len(leases), renewBatch)
-			calls = append(calls, &renewal{key: key, leases: leases[:n]})
-			leases = leases[n:]
+	for key, leases := range r.leases.due(time.Now(), renewEvery) {
+		for batch := range slices.Chunk(leases, batchSize) {
+			c := &renewal{newScriptCall(&renewScript, 1, 1+len(batch)), batch}
+			c.args = append(c.args, key.redis(r.prefix), nil, key.length.Microseconds())
+			for _, l := range batch {
+				c.args = append(c.args, r.member(l))
+			}
+			calls = append(calls, c)
 		}
 	}
-	for len(calls) > 0 {
-		n := min(len(calls), renewPipeline)
-		r.renewCalls(calls[:n])
-		calls = calls[n:]
+	for round := range slices.Chunk(calls, roundSize/batchSize) {
+		r.renewRound(round)
 	}
+	return nil
 }
 
-func (r *Redis) renewCalls(calls []*renewal) {
+func (r *Redis) renewRound(calls []*renewal) {
 	ctx, cancel := context.WithTimeout(context.Background(), backgroundTimeout)
 	defer cancel()
-	deadline, _ := ctx.Deadline()
 	start := time.Now()
+	todo := make([]*scriptCall, len(calls))
+	for i, c := range calls {
+		todo[i] = &c.scriptCall
+	}
+	r.run(ctx, todo...)
 
-	pipe := r.client.Pipeline()
 	var failed error
+	over := time.Now()
 	for _, c := range calls {
-		key := c.key.redis(r.prefix)
-		var err error
-		if c.clock, err = r.nodeClock(ctx, key); err != nil {
-			failed = err
-			continue
-		}
-		// The source is sent, not its hash: a pipeline cannot fall back, and
-		// renewals are few.
-		args := head(renewScript, lua.Renew, true, 1, 6+len(c.leases))
-		args = append(args, key, c.clock.at(deadline), c.leases[0].length.Microseconds())
-		for _, l := range c.leases {
-			args = append(args, r.leaseID(l.id))
-		}
-		c.cmd = newScriptCmd(ctx, args)
-		_ = pipe.Process(ctx, c.cmd)
-	}
-	if pipe.Len() > 0 {
-		if _, err := pipe.Exec(ctx); err != nil {
-			failed = err
-		}
-	}
-	now := time.Now()
-	for _, c := range calls {
-		ok, revives := false, time.Time{}
-		if c.cmd != nil {
-			if err := c.cmd.Err(); err != nil {
-				if mayHaveRun(err) {
-					revives = deadline
-				}
-			} else if reply := c.cmd.Val(); len(reply) > 0 {
-				c.clock.set(now, reply[0])
-				ok = len(reply) > 1 // else it was late: again at the next tick
+		revives := over
+		if c.err != nil {
+			failed = c.err
+			if c.mayHaveRun() {
+				revives, _ = ctx.Deadline()
 			}
 		}
-		r.leases.renewed(start, c.leases, ok, revives)
+		r.leases.renewed(start, c.err == nil, revives, c.leases)
 	}
-	r.observe("renew", now.Sub(start), failed)
-	r.leases.kick() // for releases that may not have been the last word
+	r.observe("renew", over.Sub(start), failed)
 }

@@ -7,7 +7,7 @@
 --   <prefix><pool>:{<identity>}:c:<limit>            sorted set of leases, score = end in us
 -- ARGV[1] deadline   us of server time; from then on nothing is decided
 -- ARGV[2] buckets    how many of KEYS are buckets
--- ARGV[3] lease      id of the lease to take
+-- ARGV[3] id         of the leases to take, to be followed by their length in us
 -- for each bucket:
 --   bucket[1] refill     units a tick; a token is as many units as its period has ticks
 --   bucket[2] capacity   units
@@ -16,9 +16,9 @@
 --   bucket[5] dark       1 or 0
 -- for each concurrency limit:
 --   slot[1] capacity     leases
---   slot[2] lease        us
+--   slot[2] lease        us, at most an hour
 --   slot[3] dark         1 or 0
---   slot[4] ended        how many ids follow: leases of this key that have ended
+--   slot[4] ended        how many leases of this key follow that have ended
 -- Returns integers:
 --   reply[1] now         us; alone if the deadline has passed
 -- then for each key:
@@ -58,9 +58,11 @@ for i = buckets + 1, #KEYS do
   level[i] = redis.call('ZCOUNT', KEYS[i], now, '+inf')
   fits[i] = level[i] < capacity
   if not fits[i] then
-    -- No lease is longer than this: an end beyond it is of a clock that was set back.
-    for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[i], now + lease + 1, '+inf')) do
-      redis.call('ZADD', KEYS[i], now + lease, id)
+    -- An end that is further away than its lease is long is of a clock that was set back.
+    local far = redis.call('ZRANGEBYSCORE', KEYS[i], now + lease + 1, '+inf', 'WITHSCORES')
+    for j = 1, #far, 2 do
+      local latest = now + (tonumber(string.match(far[j], '%d+$')) or lease)
+      if tonumber(far[j + 1]) > latest then redis.call('ZADD', KEYS[i], latest, far[j]) end
     end
     if ARGV[arg + 2] == '0' then allowed = false end
   end
@@ -87,11 +89,10 @@ end
 
 arg = slots
 for i = buckets + 1, #KEYS do
-  local lease = tonumber(ARGV[arg + 1])
   if allowed and fits[i] then
+    redis.call('ZADD', KEYS[i], now + tonumber(ARGV[arg + 1]), ARGV[3] .. ARGV[arg + 1])
     redis.call('ZREMRANGEBYSCORE', KEYS[i], '-inf', now - 1)
-    redis.call('ZADD', KEYS[i], now + lease, ARGV[3])
-    redis.call('PEXPIRE', KEYS[i], lease / 1000 + 2)
+    redis.call('PEXPIRE', KEYS[i], 3600002) -- after the longest lease of all
     level[i] = level[i] + 1
   end
   reply[#reply + 1] = (allowed or ARGV[arg + 2] == '0') and (fits[i] and 1 or 0) or 2

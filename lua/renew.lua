@@ -3,8 +3,8 @@
 --
 -- KEYS[1]   <prefix><pool>:{<identity>}:c:<limit>   sorted set of leases, score = end in us
 -- ARGV[1] deadline   us of server time; from then on nothing is written
--- ARGV[2] lease      us
--- followed by the ids of the leases
+-- ARGV[2] lease      us, at most an hour
+-- followed by the leases, all of this length
 -- Returns integers:
 --   reply[1] now     us; alone if the deadline has passed
 --   reply[2] renewed how many leases
@@ -19,5 +19,5 @@ for i = 3, #ARGV do
   ends[#ends + 1] = ARGV[i]
 end
 redis.call('ZADD', KEYS[1], unpack(ends))
-redis.call('PEXPIRE', KEYS[1], lease / 1000 + 2)
+redis.call('PEXPIRE', KEYS[1], 3600002) -- after the longest lease of all
 return {now, #ARGV - 2}

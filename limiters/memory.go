@@ -31,7 +31,7 @@ const (
 // memory in one case: when more buckets are in use at once than it may keep,
 // it forgets some, which are then full.
 type Memory struct {
-	shards [memoryShards]memoryShard
+	shards [memoryShards]*memoryShard
 	start  time.Time
 	nextID atomic.Uint64
 
@@ -75,14 +75,18 @@ func NewMemory(maxBuckets int) *Memory {
 	}
 	m := &Memory{start: time.Now(), stop: make(chan struct{}), done: make(chan struct{})}
 	for i := range m.shards {
-		m.shards[i] = memoryShard{
-			maxBuckets: max(1, maxBuckets/memoryShards),
-			buckets:    map[stateKey]bucket{},
-			slots:      map[stateKey]*slots{},
-		}
+		m.shards[i] = newMemoryShard(max(1, maxBuckets/memoryShards))
 	}
 	go m.upkeepLoop()
 	return m
+}
+
+func newMemoryShard(maxBuckets int) *memoryShard {
+	return &memoryShard{
+		maxBuckets: maxBuckets,
+		buckets:    map[stateKey]bucket{},
+		slots:      map[stateKey]*slots{},
+	}
 }
 
 // now is the store's clock in us: it moves as monotonic time does.
@@ -103,17 +107,16 @@ func (m *Memory) admitAt(now int64, asks []Ask) Admission {
 		adm.Allowed = adm.Allowed && allowed
 	}
 	if !adm.Allowed {
-		for _, l := range adm.leases {
-			m.shard(l.key.identity).release(now, l.key, l.id)
-		}
+		m.releaseAt(now, adm)
 		adm.leases = nil
 	}
 	return adm
 }
 
 // Release implements Store.
-func (m *Memory) Release(adm Admission) {
-	now := m.now()
+func (m *Memory) Release(adm Admission) { m.releaseAt(m.now(), adm) }
+
+func (m *Memory) releaseAt(now int64, adm Admission) {
 	for _, l := range adm.leases {
 		m.shard(l.key.identity).release(now, l.key, l.id)
 	}
@@ -147,7 +150,7 @@ func (m *Memory) upkeepLoop() {
 
 func (m *Memory) shard(id Identity) *memoryShard {
 	// An identity is a keyed hash: its bits are as good as random.
-	return &m.shards[binary.LittleEndian.Uint64(id[:])%memoryShards]
+	return m.shards[binary.LittleEndian.Uint64(id[:])%memoryShards]
 }
 
 // admit is the script admit.lua. It appends its results, and the leases it

@@ -70,6 +70,14 @@ type Redis struct {
 
 // NewRedis returns a store on Redis. It does not connect: the first operation does.
 func NewRedis(o RedisOptions) *Redis {
+	r := newRedis(o)
+	r.done.Go(r.flushLoop)
+	r.done.Go(r.renewLoop)
+	return r
+}
+
+// newRedis returns a store without its background work.
+func newRedis(o RedisOptions) *Redis {
 	if o.Timeout <= 0 {
 		o.Timeout = DefaultTimeout
 	}
@@ -118,8 +126,6 @@ func NewRedis(o RedisOptions) *Redis {
 	default:
 		r.single = redis.NewClient(u.Simple())
 	}
-	r.done.Go(r.flushLoop)
-	r.done.Go(r.renewLoop)
 	return r
 }
 
@@ -179,7 +185,7 @@ func (r *Redis) admitCall(now time.Time, ask Ask) admitCall {
 	for _, check := range ask.Checks {
 		l := check.Limit
 		c.args = append(c.args, l.args...)
-		c.args = append(c.args, flag(check.Dark))
+		c.args = append(c.args, bit(check.Dark))
 		if l.Kind == Concurrency {
 			ended := r.leases.endedOf(now, l.stateKey(ask.Identity), maxPiggyback)
 			c.args = append(c.args, len(ended))
@@ -192,7 +198,7 @@ func (r *Redis) admitCall(now time.Time, ask Ask) admitCall {
 	return c
 }
 
-func flag(b bool) int {
+func bit(b bool) int {
 	if b {
 		return 1
 	}

@@ -149,17 +149,21 @@ type renewal struct {
 	leases []*lease
 }
 
+func (r *Redis) renewCall(key renewalKey, leases []*lease) scriptCall {
+	c := newScriptCall(&renewScript, 1, 1+len(leases))
+	c.args = append(c.args, key.redis(r.prefix), nil, key.length.Microseconds())
+	for _, l := range leases {
+		c.args = append(c.args, r.member(l))
+	}
+	return c
+}
+
 // renew renews the leases that are due.
 func (r *Redis) renew() error {
 	var calls []*renewal
 	for key, leases := range r.leases.due(time.Now(), renewEvery) {
 		for batch := range slices.Chunk(leases, batchSize) {
-			c := &renewal{newScriptCall(&renewScript, 1, 1+len(batch)), batch}
-			c.args = append(c.args, key.redis(r.prefix), nil, key.length.Microseconds())
-			for _, l := range batch {
-				c.args = append(c.args, r.member(l))
-			}
-			calls = append(calls, c)
+			calls = append(calls, &renewal{r.renewCall(key, batch), batch})
 		}
 	}
 	for round := range slices.Chunk(calls, roundSize/batchSize) {

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package limiters
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/lua"
+)
+
+// script is a Lua script whose first argument is a deadline in server time and
+// whose reply is integers, the server's time first. A reply of the time alone
+// says that the deadline had passed and nothing was done.
+type script struct {
+	source string
+	hash   string
+}
+
+func newScript(source string) script {
+	return script{source, redis.NewScript(source).Hash()}
+}
+
+var (
+	admitScript = newScript(lua.Admit)
+	renewScript = newScript(lua.Renew)
+)
+
+// scriptCmd is a command that go-redis must never send twice.
+type scriptCmd struct{ *redis.IntSliceCmd }
+
+// NoRetry overrides the default of go-redis, which in a Cluster resends a
+// command whose connection broke.
+func (scriptCmd) NoRetry() bool { return true }
+
+// Where things stand in scriptCall.args.
+const (
+	argCommand = iota
+	argScript
+	argKeys
+	argFirstKey
+)
+
+// scriptCall is one call of a script under way. All its keys have one hash tag.
+type scriptCall struct {
+	script *script
+	args   []any // the whole command
+	keys   int
+
+	clock *serverClock // of a node that it was redirected to
+	sent  time.Time    // the last time; zero if it was never
+	reply []int64
+	err   error // errLate if the deadline had always passed
+}
+
+// newScriptCall returns a call with room for further keys and arguments, which
+// are to be appended to its args: keys, a place for the deadline, arguments.
+func newScriptCall(s *script, keys, room int) scriptCall {
+	args := make([]any, argFirstKey, argFirstKey+keys+1+room)
+	args[argCommand], args[argScript], args[argKeys] = "evalsha", s.hash, keys
+	return scriptCall{script: s, args: args, keys: keys}
+}
+
+// mayHaveRun reports whether a call that failed may have taken effect, or may
+// yet before its deadline.
+func (c *scriptCall) mayHaveRun() bool { return !c.sent.IsZero() && mayHaveRun(c.err) }
+
+// run sends the calls in one round trip, all within the deadline of ctx.
+func (r *Redis) run(ctx context.Context, calls ...*scriptCall) {
+	if r.cluster == nil || len(calls) == 1 {
+		r.runTogether(ctx, calls)
+		return
+	}
+	// Each for itself, so that a node which fails costs the others nothing.
+	var wg sync.WaitGroup
+	for i := range calls {
+		wg.Go(func() { r.runTogether(ctx, calls[i:i+1]) })
+	}
+	wg.Wait()
+}
+
+// runTogether sends calls to one node, and again those that a reply proves not
+// to have run: the script was unknown, or the deadline had passed because our
+// estimate of the server's clock was off. That of a node which has never
+// answered is so far in the past that its first call always comes late.
+func (r *Redis) runTogether(ctx context.Context, calls []*scriptCall) {
+	const attempts = 4
+	deadline, _ := ctx.Deadline()
+	for range attempts {
+		node, err := r.node(ctx, calls[0].args[argFirstKey].(string))
+		if err != nil {
+			for _, c := range calls {
+				c.err = err
+			}
+			return
+		}
+		clock := r.clock(node)
+		commands := make([]*command, len(calls))
+		for i, c := range calls {
+			if c.clock != nil {
+				clock = c.clock
+			}
+			c.args[argFirstKey+c.keys] = clock.at(deadline)
+			cmd := scriptCmd{redis.NewIntSliceCmd(ctx, c.args...)}
+			cmd.SetFirstKeyPos(argFirstKey)
+			commands[i] = &command{Cmder: cmd}
+		}
+		sent := time.Now()
+		r.exec(ctx, node, commands)
+		received := time.Now()
+
+		var again []*scriptCall
+		for i, c := range calls {
+			cmd := commands[i]
+			c.sent, c.reply, c.err = sent, cmd.Cmder.(scriptCmd).Val(), cmd.Err()
+			if c.err == nil && len(c.reply) == 0 {
+				c.err = errShape
+			}
+			if c.err == nil {
+				if cmd.redirected { // whose answer it is will be known after a while
+					c.clock = &serverClock{base: r.base}
+					clock = c.clock
+				}
+				clock.learn(sent, received, c.reply[0])
+			}
+			switch {
+			case redis.HasErrorPrefix(c.err, "NOSCRIPT"):
+				c.args[argCommand], c.args[argScript] = "eval", c.script.source
+				again = append(again, c)
+			case c.err == nil && len(c.reply) == 1:
+				c.err = errLate
+				again = append(again, c)
+			}
+		}
+		if calls = again; len(calls) == 0 || ctx.Err() != nil {
+			return
+		}
+	}
+}
+
+// node returns the node that has a key.
+func (r *Redis) node(ctx context.Context, key string) (*redis.Client, error) {
+	if r.cluster == nil {
+		return r.single, nil
+	}
+	return r.cluster.MasterForKey(ctx, key)
+}
+
+// clock returns the clock of a node, known by its address: the clients of nodes
+// come and go.
+func (r *Redis) clock(node *redis.Client) *serverClock {
+	v, ok := r.clocks.Load(node.Options().Addr)
+	if !ok {
+		v, _ = r.clocks.LoadOrStore(node.Options().Addr, &serverClock{base: r.base})
+	}
+	return v.(*serverClock)
+}
+
+// command is one to be sent.
+type command struct {
+	redis.Cmder
+	redirected bool // to another node of the Cluster
+}
+
+// exec sends commands to a node in one round trip. Each has its own error then.
+func (r *Redis) exec(ctx context.Context, node *redis.Client, commands []*command) {
+	if len(commands) == 1 {
+		_ = node.Process(ctx, commands[0].Cmder)
+	} else {
+		pipe := node.Pipeline()
+		for _, c := range commands {
+			_ = pipe.Process(ctx, c.Cmder)
+		}
+		_, _ = pipe.Exec(ctx)
+	}
+	if r.cluster == nil {
+		return
+	}
+	for _, c := range commands {
+		switch err := c.Err(); {
+		case err == nil:
+		case redis.HasErrorPrefix(err, "MOVED "), redis.HasErrorPrefix(err, "ASK "):
+			c.redirected = true
+			_ = r.cluster.Process(ctx, c.Cmder) // it did not run; this follows
+		case mayHaveRun(err) || isDial(err):
+			// Perhaps a failover: look for the masters anew, in the background.
+			// By itself go-redis does so once a minute.
+			r.cluster.ReloadState(ctx)
+		}
+	}
+}

@@ -140,6 +140,11 @@ func TestStore(t *testing.T) {
 			{10200 * ms, "a: two", "denied 0"},
 			{10201 * ms, "a: two", "allowed 1"},
 		}},
+		{"a clock set back by a microsecond", []row{
+			{ms, "a: single", "allowed 0"},
+			{ms - time.Microsecond, "a: single", "denied 0"},
+			{10*time.Second + ms, "a: single", "allowed 0"},
+		}},
 		{"leases of different lengths stand side by side", []row{
 			{0, "a: two", "allowed 1"},
 			{0, "a: short", "allowed 0"},

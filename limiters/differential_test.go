@@ -42,6 +42,23 @@ func TestDifferential_ClockFromTheTest(t *testing.T) {
 			fake.SetTime(now)
 			return "SetTime " + now.String()
 		},
+		func() string { // just to where something happens to a lease
+			if len(d.held) == 0 {
+				return "SetTime not"
+			}
+			l := d.held[d.rng.IntN(len(d.held))]
+			set := d.shard.leases(now.UnixMicro(), l.key)
+			if set == nil || set.leases[l.id].end == 0 {
+				return "SetTime not"
+			}
+			us := set.leases[l.id].end + d.rng.Int64N(3) - 1
+			if d.rng.IntN(2) == 0 {
+				us -= l.length.Microseconds()
+			}
+			now = time.UnixMicro(us)
+			fake.SetTime(now)
+			return "SetTime " + now.String()
+		},
 	)
 	// Both clocks are the same, so the model knows the time without being told.
 	d.now = func(int64) int64 { return now.UnixMicro() }

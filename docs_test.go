@@ -96,7 +96,7 @@ func TestExamples_ACL(t *testing.T) {
 	srv := redistest.Start(t)
 	rdb := srv.Client()
 	setUser := []any{"acl", "setuser", rule[1], "on", ">" + rule[2]}
-	for _, word := range strings.Fields(rule[3]) {
+	for word := range strings.FieldsSeq(rule[3]) {
 		setUser = append(setUser, word)
 	}
 	if err := rdb.Do(t.Context(), setUser...).Err(); err != nil {

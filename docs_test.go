@@ -19,49 +19,19 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	_ "github.com/caddyserver/caddy/v2/modules/standard"
 	"github.com/google/go-cmp/cmp"
-	"github.com/redis/go-redis/v9"
-
-	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/redistest"
-	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 )
 
 // secretsDir is where the documentation keeps secrets.
 const secretsDir = "/run/secrets/"
 
-// Every example adapts, is formatted and starts (short of Start): what people
-// copy works.
-func TestExamples(t *testing.T) {
-	files, err := filepath.Glob("examples/*Caddyfile")
-	if err != nil || len(files) < 5 {
-		t.Fatalf("examples: got %q, %v; want at least 5", files, err)
-	}
-	secrets := writeSecrets(t)
-	for _, file := range files {
-		for _, addr := range []string{"localhost:6379", ""} {
-			if addr == "" && file != "examples/Caddyfile" {
-				continue // only this one is meant to do without Redis
-			}
-			t.Run(fmt.Sprintf("%s with REDIS_ADDR=%q", file, addr), func(t *testing.T) {
-				t.Setenv("REDIS_ADDR", addr)
-				text := readFile(t, file)
-				if formatted := string(caddyfile.Format([]byte(text))); formatted != text {
-					t.Errorf("not as caddy fmt has it (-want +got):\n%s", cmp.Diff(formatted, text))
-				}
-				validate(t, strings.ReplaceAll(text, secretsDir, secrets))
-			})
-		}
-	}
-}
-
-// So do the snippets of the documentation, and the JSON that is shown beside a
-// Caddyfile is what that is adapted to.
+// Every snippet of the documentation is formatted, adapts and starts (short of
+// Start), and the JSON that is shown beside a Caddyfile is what that adapts to.
 func TestDocs_Snippets(t *testing.T) {
 	secrets := writeSecrets(t)
 	t.Setenv("REDIS_ADDR", "localhost:6379")
@@ -83,65 +53,6 @@ func TestDocs_Snippets(t *testing.T) {
 				t.Run(name, func(t *testing.T) { compareJSON(t, block.text, adapted) })
 			}
 		}
-	}
-}
-
-// The ACL user of the example may do all that the module needs.
-func TestExamples_ACL(t *testing.T) {
-	rule := regexp.MustCompile(`(?m)^#\tuser (ratelimit) on >(\S+) (.*)$`).
-		FindStringSubmatch(readFile(t, "examples/redis-tls-acl.Caddyfile"))
-	if rule == nil {
-		t.Fatal("the example has no ACL rule")
-	}
-	srv := redistest.Start(t)
-	rdb := srv.Client()
-	setUser := []any{"acl", "setuser", rule[1], "on", ">" + rule[2]}
-	for word := range strings.FieldsSeq(rule[3]) {
-		setUser = append(setUser, word)
-	}
-	if err := rdb.Do(t.Context(), setUser...).Err(); err != nil {
-		t.Fatalf("acl setuser: %v", err)
-	}
-
-	seen := make(chan string, 100)
-	store := limiters.NewRedis(limiters.RedisOptions{
-		Universal: redis.UniversalOptions{Addrs: []string{srv.Addr}, Username: rule[1], Password: rule[2]},
-		Timeout:   10 * time.Second, // for a busy machine
-		Observe: func(operation string, _ time.Duration, err error) {
-			if err != nil {
-				t.Errorf("%s: %v", operation, err)
-			}
-			seen <- operation
-		},
-	})
-	rate, err := limiters.NewRate("default", "rate", 1, time.Hour, 1, 1)
-	if err != nil {
-		t.Fatal(err)
-	}
-	concurrency, err := limiters.NewConcurrency("default", "concurrency", 1, limiters.MinLease)
-	if err != nil {
-		t.Fatal(err)
-	}
-	asks := []limiters.Ask{{Identity: limiters.Identity{1}, Checks: []limiters.Check{{Limit: rate}, {Limit: concurrency}}}}
-	admission, err := store.Admit(t.Context(), asks)
-	if err != nil || !admission.Allowed {
-		t.Errorf("first request: got %v, %v; want allowed", admission.Allowed, err)
-	}
-	if denied, err := store.Admit(t.Context(), asks); err != nil || denied.Allowed {
-		t.Errorf("second request: got %v, %v; want denied", denied.Allowed, err)
-	}
-	for <-seen != "renew" {
-	}
-	store.Release(admission)
-	for <-seen != "release" {
-	}
-	if err := store.Close(); err != nil {
-		t.Error(err)
-	}
-
-	refused, err := rdb.Do(t.Context(), "acl", "log").Slice()
-	if err != nil || len(refused) > 0 {
-		t.Errorf("acl log: got %v, %v; want nothing refused", refused, err)
 	}
 }
 

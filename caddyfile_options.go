@@ -282,9 +282,26 @@ func readMatchers(helper httpcaddyfile.Helper, to *caddyhttp.RawMatcherSets) opt
 		d.Reset()
 		d.Next()
 		set, err := caddyhttp.ParseCaddyfileNestedMatcherSet(d)
+		if err != nil {
+			return err
+		}
+		if matcher := matchesNothing(set); matcher != "" {
+			return atStart(d, fmt.Errorf("'%s' in the block of '%s' has no arguments, so it matches no request", matcher, name))
+		}
 		*to = append(*to, set)
-		return err
+		return nil
 	}
+}
+
+// matchesNothing returns the name of a matcher that was given no arguments: a
+// nil list or map, where Caddy's matchers need one.
+func matchesNothing(set caddy.ModuleMap) string {
+	for _, name := range slices.Sorted(maps.Keys(set)) {
+		if string(set[name]) == "null" {
+			return name
+		}
+	}
+	return ""
 }
 
 // readMatcherList takes one or more named matchers and paths, of which any may
@@ -301,6 +318,8 @@ func readMatcherList(helper httpcaddyfile.Helper, to *caddyhttp.RawMatcherSets) 
 				return d.Errf("'%s' is no matcher; '%s' takes @names and /paths", d.Val(), name)
 			case len(set) == 0:
 				return d.Errf("'%s' in '%s' matches every request; name some, or leave '%s' out", d.Val(), name, name)
+			case matchesNothing(set) != "":
+				return d.Errf("'%s' in '%s' matches no request: its '%s' has no arguments", d.Val(), name, matchesNothing(set))
 			}
 			*to = append(*to, set)
 		}

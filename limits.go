@@ -12,6 +12,9 @@ import (
 	"strings"
 	"time"
 
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 )
 
@@ -147,6 +150,11 @@ func (h *Handler) validateConfig() error {
 	}
 	if h.TestModeOff && len(h.TestModeRaw) > 0 {
 		return errors.New("test_mode has matchers and is off; choose one")
+	}
+	for option, sets := range map[string]caddyhttp.RawMatcherSets{"exempt": h.ExemptRaw, "critical": h.CriticalRaw} {
+		if slices.ContainsFunc(sets, func(set caddy.ModuleMap) bool { return len(set) == 0 }) {
+			return fmt.Errorf("%s has a matcher set without matchers, which matches every request; leave it out", option)
+		}
 	}
 	return cmp.Or(
 		validateKey(h.Key),

@@ -92,6 +92,8 @@ func TestHandler_ValidateConfig(t *testing.T) {
 		{"prefix too short", `{"ipv6_prefix": 47, "rate": [{"requests": 1}]}`, "ipv6_prefix 47"},
 		{"prefix too long", `{"ipv6_prefix": 65, "rate": [{"requests": 1}]}`, "ipv6_prefix 65"},
 		{"test mode on and off", `{"test_mode": [{"path": ["/a"]}], "test_mode_off": true, "rate": [{"requests": 1}]}`, "choose one"},
+		{"everything exempt", `{"exempt": [{"path": ["/a"]}, {}], "rate": [{"requests": 1}]}`, "exempt has a matcher set without matchers"},
+		{"everything critical", `{"critical": [null], "rate": [{"requests": 1}]}`, "critical has a matcher set without matchers"},
 		{"key of words", `{"key": ["user id"], "rate": [{"requests": 1}]}`, "key source 'user id'"},
 		{"key with the address twice", `{"key": ["client_ip", "{client_ip}"], "rate": [{"requests": 1}]}`, "'{client_ip}' is given twice"},
 		{"key of a limit", `{"rate": [{"requests": 1, "key": ["user"]}]}`, "key source 'user'"},

@@ -25,6 +25,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	_ "github.com/caddyserver/caddy/v2/modules/standard"
 	"github.com/google/go-cmp/cmp"
+	"github.com/prometheus/client_golang/prometheus"
 )
 
 // secretsDir is where the documentation keeps secrets.
@@ -56,17 +57,29 @@ func TestDocs_Snippets(t *testing.T) {
 	}
 }
 
-// What the documentation names exists.
+// What the documentation names exists, and every metric is documented.
 func TestDocs_Names(t *testing.T) {
-	collectors := fmt.Sprint(limitMode, storeInfo, inFlight)
-	for _, c := range []string{"requests_total", "decisions_total", "store_errors_total", "store_duration_seconds"} {
-		collectors += ` "caddy_stripe_ratelimit_` + c + `"`
+	descs := make(chan *prometheus.Desc)
+	go func() {
+		defer close(descs)
+		for _, c := range collectors {
+			c.Describe(descs)
+		}
+	}()
+	var known string
+	readme := readFile(t, "README.md")
+	name := regexp.MustCompile(`"caddy_stripe_ratelimit_([a-z_]+)"`)
+	for desc := range descs {
+		known += desc.String()
+		if m := name.FindStringSubmatch(desc.String()); m == nil || !strings.Contains(readme, "`"+m[1]+"`") {
+			t.Errorf("README.md: the table of metrics lacks %v", desc)
+		}
 	}
 	metric := regexp.MustCompile(`caddy_stripe_ratelimit_[a-z_]*[a-z]`)
 	link := regexp.MustCompile(`\]\(([^)#]+)(#[^)]*)?\)`)
 	for file, text := range readDocs(t) {
 		for _, name := range metric.FindAllString(text, -1) {
-			if !strings.Contains(collectors, `"`+name+`"`) {
+			if !strings.Contains(known, `"`+name+`"`) {
 				t.Errorf("%s: there is no metric %s", file, name)
 			}
 		}

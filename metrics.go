@@ -57,6 +57,9 @@ var (
 		"pool", "type")
 )
 
+// collectors are all that there are.
+var collectors = []prometheus.Collector{requestsTotal, decisionsTotal, storeErrorsTotal, storeDuration, gauges}
+
 func counterOpts(name, help string) prometheus.CounterOpts {
 	return prometheus.CounterOpts{Namespace: metricsNamespace, Subsystem: metricsSubsystem, Name: name, Help: help}
 }
@@ -69,7 +72,7 @@ func gaugeDesc(name, help string, labels ...string) *prometheus.Desc {
 // called first thing in every Provision: a config that fails later has replaced
 // the admin endpoint by then, and /metrics would lack what it did not register.
 func registerMetrics(reg *prometheus.Registry) error {
-	for _, c := range []prometheus.Collector{requestsTotal, decisionsTotal, storeErrorsTotal, storeDuration, gauges} {
+	for _, c := range collectors {
 		var already prometheus.AlreadyRegisteredError
 		if err := reg.Register(c); err != nil && !errors.As(err, &already) {
 			return err

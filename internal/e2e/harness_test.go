@@ -38,7 +38,7 @@ type config struct {
 
 // keySecret makes identities, and with them all that is drawn from them, the
 // same in each run.
-const keySecret = "dBWuqeC41LmsSecretOfTheTests"
+const keySecret = "dBWuqeC41LmsR8hKx2TzVn7G"
 
 func (c config) caddyfile(port int) string {
 	redis := ""

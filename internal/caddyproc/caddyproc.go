@@ -51,15 +51,28 @@ func FreePort(t testing.TB) int {
 	return redistest.FreePort(t)
 }
 
-// Start runs `caddy run` with the Caddyfile and returns once the config is
-// running. Each env is a "KEY=value" that is added to the environment. Data and
-// admin API are the process's own without the Caddyfile's doing.
-func Start(t testing.TB, caddyfile string, env ...string) *Process {
+// Command returns a command of Caddy, such as validate, that works in dir and
+// has its data there.
+func Command(t testing.TB, dir string, args ...string) *exec.Cmd {
 	t.Helper()
 	path, err := binary()
 	if err != nil {
 		t.Fatal(err)
 	}
+	cmd := exec.Command(path, args...)
+	cmd.Dir = dir
+	cmd.Env = append(os.Environ(),
+		"XDG_DATA_HOME="+filepath.Join(dir, "data"),
+		"XDG_CONFIG_HOME="+filepath.Join(dir, "config"),
+	)
+	return cmd
+}
+
+// Start runs `caddy run` with the Caddyfile and returns once the config is
+// running. Each env is a "KEY=value" that is added to the environment. Data and
+// admin API are the process's own without the Caddyfile's doing.
+func Start(t testing.TB, caddyfile string, env ...string) *Process {
+	t.Helper()
 	p := &Process{
 		Admin: fmt.Sprintf("127.0.0.1:%d", FreePort(t)),
 		Dir:   t.TempDir(),
@@ -79,14 +92,9 @@ func Start(t testing.TB, caddyfile string, env ...string) *Process {
 	defer pingback.Close()
 	token := rand.Text()
 
-	p.cmd = exec.Command(path, "run", "--config", file, "--adapter", "caddyfile",
+	p.cmd = Command(t, p.Dir, "run", "--config", file, "--adapter", "caddyfile",
 		"--pingback", pingback.Addr().String())
-	p.cmd.Dir = p.Dir
-	p.cmd.Env = append(os.Environ(),
-		"XDG_DATA_HOME="+filepath.Join(p.Dir, "data"),
-		"XDG_CONFIG_HOME="+filepath.Join(p.Dir, "config"),
-		"CADDY_ADMIN="+p.Admin,
-	)
+	p.cmd.Env = append(p.cmd.Env, "CADDY_ADMIN="+p.Admin)
 	p.cmd.Env = append(p.cmd.Env, env...)
 	p.cmd.Stdin = strings.NewReader(token)
 	p.cmd.Stdout, p.cmd.Stderr = &p.log, &p.log

@@ -1,0 +1,170 @@
+-- fleet_sync.lua: takes down what one instance of a fleet does and what claim on
+-- the slots for non-critical requests it has, and grants it more if there is
+-- room. All numbers are absolute, so a sync that was lost is healed by the next.
+-- No grant takes the sum of all claims above the allocation.
+--
+-- KEYS[1]   <prefix>{<pool>}:fleet        hash: one entry an instance, "seq claim in_flight critical workers";
+--                                         their totals; the configuration in force; times in us
+-- KEYS[2]   <prefix>{<pool>}:fleet:ends   sorted set of instances, score = us at which one is dropped
+-- ARGV[1] instance     id, 32 hexadecimal digits
+-- ARGV[2] seq          rises with every sync of the instance; older ones are ignored
+-- ARGV[3] deadline     us of server time; from then on nothing is written; 0: none
+-- ARGV[4] leave        1: forget the instance, 0: all that follows
+-- ARGV[5] epoch        of the state that the instance knows; 0: none yet
+-- ARGV[6] held         its claim; lowered before this sync if it is to be lowered
+-- ARGV[7] need         claim that its requests, in progress and waiting, need
+-- ARGV[8] wanted       claim that it would like: need and headroom; at least held
+-- ARGV[9] peak         non-critical requests in progress, peak of the last beats
+-- ARGV[10] in_flight   non-critical requests in progress
+-- ARGV[11] critical    critical requests in progress
+-- ARGV[12] workers     how many requests it can serve at once
+-- ARGV[13] generation  of its configuration; 0: new, to be the newest
+-- ARGV[14] capacity    requests fleet-wide; 0: auto, the sum of the workers
+-- ARGV[15] reserve     for critical requests, hundredths of a percent
+-- ARGV[16] known       capacity that it was last told; 0: none yet
+-- Returns integers:
+--   reply[1] now          us; alone if nothing was written: too late, or an old seq
+--   reply[2] claim        for the instance; below what is stored while there are more claims than slots
+--   reply[3] beat         us between syncs; eight without one and the instance is dropped
+--   reply[4] hold         us to wait before asking again, if need was not met
+--   reply[5] epoch        us, when this state began
+--   reply[6] generation   of the configuration in force
+--   reply[7] capacity     in force
+--   reply[8] allocation   slots for non-critical requests
+--   reply[9] claims       sum over the instances, as the rest
+--   reply[10] in_flight
+--   reply[11] critical
+--   reply[12] workers
+--   reply[13] instances
+--   reply[14] drift       by how much totals that were rebuilt now had been wrong
+--   reply[15] warm        1: state was lost, and nobody is granted more than what it had
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2] -- us
+local id, arg = ARGV[1], {}
+for i, name in ipairs({'seq', 'deadline', 'leave', 'epoch', 'held', 'need', 'wanted', 'peak', 'in_flight',
+    'critical', 'workers', 'generation', 'capacity', 'reserve', 'known'}) do
+  arg[name] = tonumber(ARGV[i + 1])
+end
+
+local totals = {'claims', 'in_flight', 'critical', 'workers', 'instances'}
+local fields = {'epoch', 'at', 'rebuilt', 'warm', 'generation', 'capacity', 'reserve', 'auto', 'auto_at', 'auto_max', unpack(totals)}
+
+local function entry(text) -- nil if there is none
+  local seq, claims, in_flight, critical, workers = string.match(text or '', '^(%d+) (%d+) (%d+) (%d+) (%d+)$')
+  return seq and {seq = tonumber(seq), claims = tonumber(claims), in_flight = tonumber(in_flight),
+    critical = tonumber(critical), workers = tonumber(workers), instances = 1}
+end
+local function add(sums, e, sign)
+  for _, name in ipairs(totals) do sums[name] = sums[name] + sign * e[name] end
+end
+
+local stored = redis.call('HMGET', KEYS[1], id, unpack(fields))
+local own, s = entry(stored[1]), {}
+for i, name in ipairs(fields) do s[name] = tonumber(stored[i + 1]) or 0 end
+if (arg.deadline > 0 and now >= arg.deadline) or (own and own.seq >= arg.seq) then return {now} end
+
+local function beat() return math.max(250000, s.instances * 1000) end -- us
+local life = now + 8 * beat()
+
+-- Totals are rebuilt from the entries now and then, and at once when the sorted
+-- set was lost or the clock was set back: no end may be later than life.
+local drift = 0
+if s.epoch == 0 then
+  redis.call('DEL', KEYS[1], KEYS[2])
+  own, s.epoch, s.rebuilt = nil, now, now
+elseif now < s.at or now - s.rebuilt >= 10000000 or redis.call('ZCARD', KEYS[2]) ~= s.instances then
+  local ends, sums = {}, {}
+  local scores, all = redis.call('ZRANGE', KEYS[2], 0, -1, 'WITHSCORES'), redis.call('HGETALL', KEYS[1])
+  for i = 1, #scores, 2 do ends[scores[i]] = tonumber(scores[i + 1]) end
+  for _, name in ipairs(totals) do sums[name] = 0 end
+  redis.call('DEL', KEYS[2])
+  for i = 1, #all, 2 do
+    local e = #all[i] == 32 and entry(all[i + 1])
+    if e then
+      add(sums, e, 1)
+      redis.call('ZADD', KEYS[2], math.min(ends[all[i]] or life, life), all[i])
+    end
+  end
+  for _, name in ipairs(totals) do
+    drift = drift + math.abs(sums[name] - s[name])
+    s[name] = sums[name]
+  end
+  s.rebuilt, s.auto_at, s.warm = now, math.min(s.auto_at, now), math.min(s.warm, now + 2 * beat())
+end
+
+local function drop(instance, e)
+  if e then add(s, e, -1) end
+  redis.call('HDEL', KEYS[1], instance)
+  redis.call('ZREM', KEYS[2], instance)
+end
+local overdue = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 33)
+for i = 1, math.min(32, #overdue) do
+  if overdue[i] == id then
+    drop(id, own)
+    own = nil
+  else
+    drop(overdue[i], entry(redis.call('HGET', KEYS[1], overdue[i])))
+  end
+end
+
+-- Somebody who remembers what is not here shows that state was lost: by
+-- FLUSHALL, or by a failover to a replica that lagged behind.
+local before = own and own.claims or 0
+local other = arg.epoch > 0 and arg.epoch ~= s.epoch and now - s.epoch < 8 * beat()
+if other then s.auto, s.auto_at = math.max(s.auto, arg.known), now end
+if (other or arg.held > before) and now - s.warm > 8 * beat() then s.warm = now + 2 * beat() end
+
+if own then add(s, own, -1) end
+local base = math.min(arg.held, before) -- more it has not, whatever was granted in replies that it lost
+if arg.leave == 1 then
+  if own then drop(id) end
+else
+  own = {seq = arg.seq, claims = base, in_flight = arg.in_flight, critical = arg.critical, workers = arg.workers, instances = 1}
+  add(s, own, 1)
+  if arg.generation == 0 and (s.generation == 0 or s.capacity ~= arg.capacity or s.reserve ~= arg.reserve) then
+    arg.generation = math.max(now, s.generation + 1)
+  end
+  if arg.generation > s.generation then
+    s.generation, s.capacity, s.reserve = arg.generation, arg.capacity, arg.reserve
+  end
+end
+
+-- The sum of the workers rises at once, and falls to the most there were in ten
+-- seconds in which there were always fewer.
+if s.workers >= s.auto then
+  s.auto, s.auto_at, s.auto_max = s.workers, now, 0
+else
+  s.auto_max = math.max(s.auto_max, s.workers)
+  if now - s.auto_at >= 10000000 then s.auto, s.auto_at, s.auto_max = s.auto_max, now, s.workers end
+end
+local capacity = s.capacity > 0 and s.capacity or s.auto
+local allocation = math.floor(capacity * (10000 - s.reserve) / 10000)
+
+local claim = 0
+if arg.leave == 0 then
+  -- What is needed may fill the allocation, headroom four fifths of it. Claims
+  -- that are ended but not dropped yet still stand in the totals.
+  local room = math.max(0, allocation - s.claims)
+  local spare = math.max(0, math.floor(allocation * 4 / 5) - s.claims)
+  claim = base
+  if #overdue <= 32 then
+    claim = math.max(base, math.min(math.max(arg.need, arg.held), base + room), math.min(arg.wanted, base + spare))
+  end
+  if now < s.warm then claim = math.min(claim, math.max(base, arg.held, arg.peak)) end
+  s.claims = s.claims + claim - base
+  redis.call('HSET', KEYS[1], id,
+    string.format('%.0f %.0f %.0f %.0f %.0f', arg.seq, claim, arg.in_flight, arg.critical, arg.workers))
+  redis.call('ZADD', KEYS[2], now + 8 * beat(), id)
+  if s.claims > allocation then claim = math.floor(claim * allocation / s.claims) end
+end
+
+s.at = now
+local write = {}
+for _, name in ipairs(fields) do
+  write[#write + 1] = name
+  write[#write + 1] = s[name]
+end
+redis.call('HSET', KEYS[1], unpack(write))
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, 60000 + 8 * beat() / 1000) end
+return {now, claim, beat(), math.max(10000, s.instances * 500), s.epoch, s.generation, capacity, allocation,
+  s.claims, s.in_flight, s.critical, s.workers, s.instances, drift, now < s.warm and 1 or 0}

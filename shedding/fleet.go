@@ -1,0 +1,322 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package shedding
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	mathrand "math/rand/v2"
+	"sync"
+	"time"
+)
+
+// Fleet keeps a part of the fleet's capacity for critical requests: over all
+// instances that share its state, no more non-critical requests are in progress
+// than the allocation, floor(capacity·(1 − reserve)). Critical ones always pass.
+//
+// An instance owns a claim on a number of slots and admits requests against it
+// with no network in between. The claim follows the load, by a sync each beat and
+// when it does not suffice. So the bound is exact from above; from below, slots
+// may lie idle in one place for about a beat while another sheds.
+//
+// While the store fails everything passes, or the instance keeps to its equal
+// share. Until the first Set everything passes and is counted. A Fleet is safe
+// for concurrent use.
+type Fleet struct {
+	sync SyncFunc // nil: this process is all there is
+	log  *slog.Logger
+	wake chan struct{} // wants a sync before the next beat
+	stop chan struct{}
+	done chan struct{}
+
+	mu      sync.Mutex // guards below
+	share   share
+	running bool
+	closed  bool
+	next    *flight // of the sync that will be, not of one under way
+}
+
+// flight is a sync that requests wait for. Its fields are guarded by Fleet.mu.
+type flight struct {
+	landed  chan struct{} // closed when it is known how the requests fare
+	waiting int64
+	granted int64 // of those that waited, how many may begin; counted already
+	err     error
+}
+
+// FleetStatus is what a fleet shedder knows at one moment.
+type FleetStatus struct {
+	InFlight int64 // non-critical requests in progress on this instance
+	Critical int64 // critical ones
+	Claim    int64 // slots that this instance owns
+	Err      error // why the last sync failed, or nil
+
+	// Fleet is what the last good sync told of all instances; zero before the
+	// first, and for a lone process.
+	Fleet SyncReply
+}
+
+// ErrClosed is why a request passes a Fleet that is closed.
+var ErrClosed = errors.New("fleet: closed")
+
+// NewFleet returns a fleet shedder that counts and sheds nothing yet. With a nil
+// sync the fleet is this one process. What goes wrong is logged to log.
+func NewFleet(sync SyncFunc, log *slog.Logger) *Fleet {
+	// An id is for one Fleet, not for the process: sequence numbers start anew.
+	id := make([]byte, 16)
+	_, _ = rand.Read(id) // never fails
+	return &Fleet{
+		sync: sync, log: log,
+		wake:  make(chan struct{}, 1),
+		stop:  make(chan struct{}),
+		done:  make(chan struct{}),
+		share: share{instance: hex.EncodeToString(id), lone: sync == nil},
+	}
+}
+
+// Set puts settings in force, fleet-wide if they are the newest. The first Set
+// registers the instance and starts its beats.
+func (f *Fleet) Set(settings FleetSettings) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return
+	}
+	f.share.set(settings)
+	if !f.running && f.sync != nil {
+		go f.run()
+	}
+	f.running = true
+	f.wakeLocked()
+}
+
+// Close withdraws the instance and its claim, and waits for that at most for the
+// timeout of a sync or two. From then on everything passes and is counted.
+func (f *Fleet) Close() {
+	f.mu.Lock()
+	beats := f.running && f.sync != nil
+	if !f.closed {
+		f.closed, f.running = true, false
+		close(f.stop)
+	}
+	f.mu.Unlock()
+	if beats {
+		<-f.done
+	}
+}
+
+// TryAcquire begins a request of class c if a slot of the claim is free, which is
+// the usual case, and reports whether it did. It never waits. What is critical
+// always begins. Release ends the request.
+func (f *Fleet) TryAcquire(c Criticality) bool {
+	now := time.Now()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.tryLocked(now, c)
+}
+
+func (f *Fleet) tryLocked(now time.Time, c Criticality) bool {
+	if !f.running {
+		f.share.begin(c)
+		return true
+	}
+	return f.share.take(now, c)
+}
+
+// Acquire is TryAcquire that, where no slot is free, asks the fleet for more and
+// waits for the answer. All requests that lack a slot share one sync, and for a
+// moment after the fleet had none left they are shed at once. So a request waits
+// at most for the sync under way and its own, and never longer than ctx, which
+// must have the deadline of all store work of a request.
+//
+//	true, nil    a slot was free: go on, and Release
+//	false, nil   none was: shed the request
+//	true, err    the store failed: go on all the same, and Release
+//	false, err   ctx was canceled (the client has gone), or the store failed and
+//	             this instance's equal share is used up: nothing to release
+func (f *Fleet) Acquire(ctx context.Context, c Criticality) (bool, error) {
+	now := time.Now()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	switch {
+	case f.tryLocked(now, c):
+		return true, nil
+	case f.share.lone || now.Before(f.share.holdUntil):
+		return false, nil
+	case f.share.err != nil: // known to fail: the next beat tells whether it still does
+		return f.share.takeUnclaimed(now, c), f.share.err
+	}
+	fl := f.joinLocked()
+	f.mu.Unlock()
+	select {
+	case <-fl.landed:
+	case <-ctx.Done():
+	}
+	f.mu.Lock()
+	return f.leaveLocked(ctx, fl, c)
+}
+
+// Release ends a request of class c that began.
+func (f *Fleet) Release(c Criticality) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.share.release(c)
+}
+
+// Status returns what the shedder knows.
+func (f *Fleet) Status() FleetStatus {
+	now := time.Now()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	s := &f.share
+	return FleetStatus{InFlight: s.inFlight, Critical: s.critical, Claim: s.live(now), Err: s.err, Fleet: s.fleet}
+}
+
+func (f *Fleet) wakeLocked() {
+	select {
+	case f.wake <- struct{}{}:
+	default:
+	}
+}
+
+// joinLocked makes a request wait for the next sync.
+func (f *Fleet) joinLocked() *flight {
+	if f.next == nil {
+		f.next = &flight{landed: make(chan struct{})}
+		f.wakeLocked()
+	}
+	f.next.waiting++
+	return f.next
+}
+
+// leaveLocked is how a request fares that waited, until the flight had landed or
+// the context had ended, or both.
+func (f *Fleet) leaveLocked(ctx context.Context, fl *flight, c Criticality) (bool, error) {
+	select {
+	case <-fl.landed:
+		if fl.granted > 0 {
+			fl.granted--
+			return true, nil
+		}
+		if fl.err == nil {
+			return false, nil
+		}
+		return f.share.takeUnclaimed(time.Now(), c), fl.err
+	default:
+	}
+	fl.waiting--
+	err := ctx.Err()
+	if !errors.Is(err, context.DeadlineExceeded) {
+		return false, err
+	}
+	return f.share.takeUnclaimed(time.Now(), c), err
+}
+
+// landLocked lets the requests of a flight go: as many as there are free slots
+// begin, before any newcomer can.
+func (f *Fleet) landLocked(now time.Time, fl *flight, err error) {
+	if fl == nil {
+		return
+	}
+	for fl.granted < fl.waiting && f.share.take(now, Get) {
+		fl.granted++
+	}
+	fl.err = err
+	close(fl.landed)
+}
+
+// run syncs each beat, and in between when it is woken.
+func (f *Fleet) run() {
+	defer close(f.done)
+	beat := time.NewTimer(0)
+	defer beat.Stop()
+	for {
+		select {
+		case <-f.stop:
+			f.withdraw()
+			return
+		case <-beat.C:
+		case <-f.wake:
+		}
+		beat.Reset(f.once())
+	}
+}
+
+// once does one sync and returns how long to wait for the next beat.
+func (f *Fleet) once() time.Duration {
+	sent := time.Now()
+	f.mu.Lock()
+	fl := f.takeNextLocked()
+	waiting := int64(0)
+	if fl != nil {
+		waiting = fl.waiting
+	}
+	request := f.share.request(sent, waiting)
+	timeout := f.share.settings.timeout()
+	f.mu.Unlock()
+
+	reply, err := f.call(timeout, request)
+
+	now := time.Now()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	warm := f.share.fleet.Warm
+	if err != nil {
+		f.share.fail(err)
+	} else {
+		f.share.reply(request, sent, now, reply, mathrand.Float64())
+	}
+	f.landLocked(now, fl, f.share.err)
+	if f.share.err != nil || now.Before(f.share.holdUntil) {
+		// Who came meanwhile need not ask what has just been answered.
+		f.landLocked(now, f.takeNextLocked(), f.share.err)
+	}
+	if reply.Drift > 0 {
+		f.log.Warn("the fleet's totals were wrong and have been rebuilt", "difference", reply.Drift)
+	}
+	if reply.Warm && !warm {
+		f.log.Warn("the fleet's state was lost; until every instance has stated its claim again, none is granted more than it had")
+	}
+	return f.share.nextBeat(mathrand.Float64())
+}
+
+// takeNextLocked takes the flight that is waiting, and the wake that it sent.
+func (f *Fleet) takeNextLocked() *flight {
+	select {
+	case <-f.wake:
+	default:
+	}
+	fl := f.next
+	f.next = nil
+	return fl
+}
+
+// withdraw tells the fleet that this instance is no more.
+func (f *Fleet) withdraw() {
+	f.mu.Lock()
+	f.landLocked(time.Now(), f.takeNextLocked(), ErrClosed)
+	request := f.share.request(time.Now(), 0)
+	request.Leave = true
+	f.share.claim = 0
+	timeout := f.share.settings.timeout()
+	f.mu.Unlock()
+	if _, err := f.call(timeout, request); err != nil {
+		f.log.Info("could not withdraw from the fleet; the claim ends by itself", "error", err)
+	}
+}
+
+// call brings a request to the fleet and survives what goes wrong there.
+func (f *Fleet) call(timeout time.Duration, request SyncRequest) (reply SyncReply, err error) {
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
+	defer cancel()
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("fleet sync: panic: %v", r)
+		}
+	}()
+	return f.sync(ctx, request)
+}

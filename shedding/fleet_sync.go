@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package shedding
+
+import (
+	"context"
+	"fmt"
+	"time"
+)
+
+// SyncFunc brings a request to where the fleet's state is, lua/fleet_sync.lua on
+// Redis, and the reply back. It must end with its context, and must never send a
+// request again once Redis may have seen it (a client's retries must be off).
+//
+// Whoever runs the script runs it with [SyncRequest.Args] and hands its integers
+// to [ParseSyncReply].
+type SyncFunc func(context.Context, SyncRequest) (SyncReply, error)
+
+// SyncRequest is what one instance states and asks for: the arguments of the
+// script, whose header explains them.
+type SyncRequest struct {
+	Instance   string
+	Sequence   int64
+	Deadline   int64 // µs of server time; 0: none
+	Leave      bool
+	Epoch      int64
+	Held       int64
+	Need       int64
+	Wanted     int64
+	Peak       int64
+	InFlight   int64
+	Critical   int64
+	Workers    int64
+	Generation int64
+	Capacity   int64 // 0: auto
+	Reserve    int64 // hundredths of a percent
+	Known      int64
+}
+
+// Args returns the script's arguments.
+func (r SyncRequest) Args() []any {
+	leave := 0
+	if r.Leave {
+		leave = 1
+	}
+	return []any{
+		r.Instance, r.Sequence, r.Deadline, leave, r.Epoch,
+		r.Held, r.Need, r.Wanted, r.Peak, r.InFlight, r.Critical, r.Workers,
+		r.Generation, r.Capacity, r.Reserve, r.Known,
+	}
+}
+
+// SyncReply is the script's reply, whose header explains it.
+type SyncReply struct {
+	Now     int64 // µs of server time
+	Ignored bool  // nothing was written: too late or an old sequence number
+
+	Claim      int64
+	Beat       time.Duration
+	Hold       time.Duration
+	Epoch      int64
+	Generation int64
+	Capacity   int64
+	Allocation int64
+	Claims     int64
+	InFlight   int64
+	Critical   int64
+	Workers    int64
+	Instances  int64
+	Drift      int64
+	Warm       bool
+}
+
+// replySize is how many integers a whole reply has.
+const replySize = 15
+
+// ParseSyncReply makes sense of the integers that the script returned.
+func ParseSyncReply(reply []int64) (SyncReply, error) {
+	switch len(reply) {
+	case 1:
+		return SyncReply{Now: reply[0], Ignored: true}, nil
+	case replySize:
+		return SyncReply{
+			Now:   reply[0],
+			Claim: reply[1],
+			Beat:  time.Duration(reply[2]) * time.Microsecond,
+			Hold:  time.Duration(reply[3]) * time.Microsecond,
+			Epoch: reply[4], Generation: reply[5],
+			Capacity: reply[6], Allocation: reply[7],
+			Claims: reply[8], InFlight: reply[9], Critical: reply[10], Workers: reply[11], Instances: reply[12],
+			Drift: reply[13], Warm: reply[14] == 1,
+		}, nil
+	}
+	return SyncReply{}, fmt.Errorf("fleet sync: reply of %d integers, want 1 or %d", len(reply), replySize)
+}

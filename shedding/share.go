@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package shedding
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"time"
+)
+
+// FleetSettings are the numbers of a fleet shedder.
+type FleetSettings struct {
+	// Capacity is how many requests the whole fleet can serve at once; 0 is
+	// auto: the sum of the Workers of all instances.
+	Capacity int64
+
+	// Reserve is the percentage of the capacity that is kept for critical
+	// requests, 0 to 100.
+	Reserve float64
+
+	// Workers is how many requests this instance can serve at once. It counts
+	// with auto alone and may be 0 otherwise.
+	Workers int64
+
+	// ShareOnError keeps to this instance's equal share of the allocation while
+	// the store fails. Without it everything passes then.
+	ShareOnError bool
+
+	// Timeout is how long one sync may take (default 50ms, at most 250ms).
+	Timeout time.Duration
+}
+
+// maxSlots bounds numbers of requests so that the script's arithmetic is exact.
+const maxSlots = 1_000_000_000
+
+// Validate tells what is wrong with the numbers, if anything is.
+func (s FleetSettings) Validate() error {
+	switch {
+	case s.Capacity < 0 || s.Capacity > maxSlots:
+		return fmt.Errorf("capacity %d is not between 1 and %d", s.Capacity, maxSlots)
+	case s.Workers < 0 || s.Workers > maxSlots:
+		return fmt.Errorf("%d workers is not between 1 and %d", s.Workers, maxSlots)
+	case s.Capacity == 0 && s.Workers == 0:
+		return errors.New("capacity auto needs the number of workers")
+	case !(s.Reserve >= 0 && s.Reserve <= 100):
+		return fmt.Errorf("reserve %v is not between 0 and 100 percent", s.Reserve)
+	}
+	return nil
+}
+
+// hundredths is the reserve in hundredths of a percent: integers, because
+// floor(100·(1 − 0.29)) is 70 in floats.
+func (s FleetSettings) hundredths() int64 { return int64(math.Round(s.Reserve * 100)) }
+
+// Allocation returns how many of the fleet's requests in progress may be
+// non-critical, floor(capacity·(1 − reserve)); for auto, with this instance alone.
+func (s FleetSettings) Allocation() int64 {
+	capacity := s.Capacity
+	if capacity == 0 {
+		capacity = s.Workers
+	}
+	return capacity * (10_000 - s.hundredths()) / 10_000
+}
+
+func (s FleetSettings) timeout() time.Duration {
+	if s.Timeout <= 0 {
+		return 50 * time.Millisecond
+	}
+	return min(s.Timeout, minBeat)
+}
+
+const (
+	minBeat   = 250 * time.Millisecond
+	peakBeats = 4 // beats whose peak headroom follows
+
+	// Redis drops an instance that it has not heard of for eight beats. Its
+	// claim ends here one beat before, whatever happens to this process.
+	claimBeats = 7
+)
+
+// errIgnored is a sync that came too late to be looked at.
+var errIgnored = errors.New("fleet sync: came too late and was ignored")
+
+// share is what one instance knows of a fleet and owns in it. It is a state
+// machine: time and chance are arguments, and request and reply go where the
+// caller takes them, one pair at a time. It is not safe for concurrent use.
+//
+// The invariant: its claim is never more than what the fleet's state says it is,
+// as long as that state keeps its data. So it is lowered in request, before the
+// fleet hears of it, and raised by a reply alone.
+type share struct {
+	instance string
+	settings FleetSettings
+	lone     bool // there is no fleet but this process
+
+	inFlight, critical int64 // in progress here
+
+	claim     int64     // slots that inFlight may fill
+	end       time.Time // of the claim
+	holdUntil time.Time // none were left; do not ask before
+	err       error     // of the last sync
+
+	sequence   int64
+	generation int64     // of settings; 0 until the fleet has given it one
+	fleet      SyncReply // the last good one
+	serverTime int64     // µs of the fleet's clock ...
+	serverAt   time.Time // ... at this time of ours
+	peaks      [peakBeats]int64
+	peakEnd    time.Time // of the beat that peaks[0] is about
+}
+
+// set puts settings in force, from the next request on where there is a fleet.
+func (s *share) set(settings FleetSettings) {
+	if settings.Capacity != s.settings.Capacity || settings.hundredths() != s.settings.hundredths() {
+		s.generation = 0
+	}
+	s.settings = settings
+}
+
+// live is the claim that still stands.
+func (s *share) live(now time.Time) int64 {
+	switch {
+	case s.lone:
+		return s.settings.Allocation()
+	case now.Before(s.end):
+		return s.claim
+	}
+	return 0
+}
+
+// take begins a request of class c and reports whether it may.
+func (s *share) take(now time.Time, c Criticality) bool {
+	if c != Critical && s.inFlight >= s.live(now) {
+		return false
+	}
+	s.begin(c)
+	return true
+}
+
+// takeUnclaimed is take while the store fails: claims are of no use then.
+func (s *share) takeUnclaimed(now time.Time, c Criticality) bool {
+	if s.settings.ShareOnError {
+		allocation, instances := s.settings.Allocation(), int64(1)
+		if s.fleet.Instances > 0 {
+			allocation, instances = s.fleet.Allocation, s.fleet.Instances
+		}
+		equal := max(1, allocation/instances)
+		if c != Critical && s.inFlight >= max(equal, s.live(now)) {
+			return false
+		}
+	}
+	s.begin(c)
+	return true
+}
+
+func (s *share) begin(c Criticality) {
+	if c == Critical {
+		s.critical++
+		return
+	}
+	s.inFlight++
+	s.peaks[0] = max(s.peaks[0], s.inFlight)
+}
+
+// release ends a request that began.
+func (s *share) release(c Criticality) {
+	if c == Critical {
+		s.critical--
+	} else {
+		s.inFlight--
+	}
+}
+
+// request is what to tell the fleet now, with so many requests waiting for a
+// slot. It lowers the claim to what is still wanted.
+func (s *share) request(now time.Time, waiting int64) SyncRequest {
+	if !now.Before(s.peakEnd) {
+		copy(s.peaks[1:], s.peaks[:peakBeats-1])
+		s.peaks[0] = s.inFlight
+		s.peakEnd = now.Add(max(minBeat, s.fleet.Beat))
+	}
+	peak := int64(0)
+	for _, p := range s.peaks {
+		peak = max(peak, p)
+	}
+	held := s.live(now)
+	need := s.inFlight + waiting
+	wanted := need + s.headroom(need, peak)
+	if !now.Before(s.end) {
+		// New here, or back after the claim had ended, as others may be: ask for
+		// no more than what is in use, so that it is enough for all.
+		s.claim, wanted = 0, max(need, peak, 1)
+	}
+	if held > wanted {
+		s.claim, held = wanted, wanted
+	}
+	s.sequence++
+	r := SyncRequest{
+		Instance: s.instance, Sequence: s.sequence, Epoch: s.fleet.Epoch,
+		Held: held, Need: need, Wanted: wanted, Peak: peak,
+		InFlight: s.inFlight, Critical: s.critical, Workers: s.settings.Workers,
+		Generation: s.generation, Capacity: s.settings.Capacity, Reserve: s.settings.hundredths(),
+		Known: s.fleet.Capacity,
+	}
+	if s.serverTime > 0 {
+		r.Deadline = s.serverTime + (now.Sub(s.serverAt) + s.settings.timeout()).Microseconds()
+	}
+	return r
+}
+
+// headroom is how many slots to have beyond what is needed, so that requests
+// seldom wait for more: the peak of the last beats, at least 1, while claims are
+// up to 80 % of the allocation, falling to none at 95 %.
+func (s *share) headroom(need, peak int64) int64 {
+	peak = max(1, peak)
+	if s.fleet.Epoch == 0 {
+		return peak // nothing is known yet
+	}
+	allocation := s.fleet.Allocation
+	left := 95*allocation - 100*s.fleet.Claims
+	if allocation == 0 || left <= 0 {
+		return 0
+	}
+	return min(peak, peak*left/(15*allocation))
+}
+
+// reply takes down the answer to the request that was sent at sent.
+func (s *share) reply(request SyncRequest, sent, now time.Time, r SyncReply, u float64) {
+	s.serverTime, s.serverAt = r.Now, now
+	if r.Ignored {
+		s.err = errIgnored
+		return
+	}
+	s.err = nil
+	s.claim, s.end = r.Claim, sent.Add(claimBeats*r.Beat)
+	s.fleet = r
+	if request.Generation == 0 && request.Capacity == s.settings.Capacity && request.Reserve == s.settings.hundredths() {
+		s.generation = r.Generation
+	}
+	s.holdUntil = time.Time{}
+	if r.Claim < request.Need {
+		s.holdUntil = now.Add(jitter(r.Hold, u))
+	}
+}
+
+// fail takes down that the last sync got no answer.
+func (s *share) fail(err error) { s.err = err }
+
+// nextBeat is how long to wait for the next sync.
+func (s *share) nextBeat(u float64) time.Duration {
+	return jitter(max(minBeat, s.fleet.Beat), u)
+}
+
+// jitter spreads instances apart: d ± 20 %, for u uniform in [0, 1).
+func jitter(d time.Duration, u float64) time.Duration {
+	return time.Duration(float64(d) * (0.8 + 0.4*u))
+}

@@ -14,7 +14,7 @@
 -- ARGV[6] held         its claim; lowered before this sync if it is to be lowered
 -- ARGV[7] need         claim that its requests, in progress and waiting, need
 -- ARGV[8] wanted       claim that it would like: need and headroom; at least held
--- ARGV[9] peak         non-critical requests in progress, peak of the last beats
+-- ARGV[9] sum          of all claims, as it was last told; 0 if its claim has ended since
 -- ARGV[10] in_flight   non-critical requests in progress
 -- ARGV[11] critical    critical requests in progress
 -- ARGV[12] workers     how many requests it can serve at once
@@ -24,30 +24,32 @@
 -- ARGV[16] known       capacity that it was last told; 0: none yet
 -- Returns integers:
 --   reply[1] now          us; alone if nothing was written: too late, or an old seq
---   reply[2] claim        for the instance; below what is stored while there are more claims than slots
---   reply[3] beat         us between syncs; eight without one and the instance is dropped
---   reply[4] hold         us to wait before asking again, if need was not met
---   reply[5] epoch        us, when this state began
---   reply[6] generation   of the configuration in force
---   reply[7] capacity     in force
---   reply[8] allocation   slots for non-critical requests
---   reply[9] claims       sum over the instances, as the rest
---   reply[10] in_flight
---   reply[11] critical
---   reply[12] workers
---   reply[13] instances
---   reply[14] drift       by how much totals that were rebuilt now had been wrong
---   reply[15] warm        1: state was lost, and nobody is granted more than what it had
+--   reply[2] claim        of the instance
+--   reply[3] limit        up to which to use it: lower if it has to give some of it up
+--   reply[4] beat         us between syncs; eight without one and the instance is dropped
+--   reply[5] hold         us to wait before asking again, if need was not met
+--   reply[6] epoch        us, when this state began
+--   reply[7] generation   of the configuration in force
+--   reply[8] capacity     in force
+--   reply[9] allocation   slots for non-critical requests
+--   reply[10] claims      sum over the instances, as the rest
+--   reply[11] in_flight
+--   reply[12] critical
+--   reply[13] workers
+--   reply[14] instances
+--   reply[15] drift       by how much totals that were rebuilt now had been wrong
+--   reply[16] warm        1: state was lost a moment ago; what others may still hold is kept for them
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2] -- us
 local id, arg = ARGV[1], {}
-for i, name in ipairs({'seq', 'deadline', 'leave', 'epoch', 'held', 'need', 'wanted', 'peak', 'in_flight',
+for i, name in ipairs({'seq', 'deadline', 'leave', 'epoch', 'held', 'need', 'wanted', 'sum', 'in_flight',
     'critical', 'workers', 'generation', 'capacity', 'reserve', 'known'}) do
   arg[name] = tonumber(ARGV[i + 1])
 end
 
 local totals = {'claims', 'in_flight', 'critical', 'workers', 'instances'}
-local fields = {'epoch', 'at', 'rebuilt', 'warm', 'generation', 'capacity', 'reserve', 'auto', 'auto_at', 'auto_max', unpack(totals)}
+local fields = {'epoch', 'at', 'rebuilt', 'warm', 'lost', 'poor', 'poor_at', 'generation', 'capacity', 'reserve',
+  'auto', 'auto_at', 'auto_max', unpack(totals)}
 
 local function entry(text) -- nil if there is none
   local seq, claims, in_flight, critical, workers = string.match(text or '', '^(%d+) (%d+) (%d+) (%d+) (%d+)$')
@@ -64,6 +66,7 @@ for i, name in ipairs(fields) do s[name] = tonumber(stored[i + 1]) or 0 end
 if (arg.deadline > 0 and now >= arg.deadline) or (own and own.seq >= arg.seq) then return {now} end
 
 local function beat() return math.max(250000, s.instances * 1000) end -- us
+local function hold() return math.max(10000, s.instances * 500) end  -- us
 local life = now + 8 * beat()
 
 -- Totals are rebuilt from the entries now and then, and at once when the sorted
@@ -89,7 +92,8 @@ elseif now < s.at or now - s.rebuilt >= 10000000 or redis.call('ZCARD', KEYS[2])
     drift = drift + math.abs(sums[name] - s[name])
     s[name] = sums[name]
   end
-  s.rebuilt, s.auto_at, s.warm = now, math.min(s.auto_at, now), math.min(s.warm, now + 2 * beat())
+  s.rebuilt, s.auto_at, s.poor_at = now, math.min(s.auto_at, now), 0
+  s.warm = math.min(s.warm, now + 2 * beat())
 end
 
 local function drop(instance, e)
@@ -112,10 +116,13 @@ end
 local before = own and own.claims or 0
 local other = arg.epoch > 0 and arg.epoch ~= s.epoch and now - s.epoch < 8 * beat()
 if other then s.auto, s.auto_at = math.max(s.auto, arg.known), now end
-if (other or arg.held > before) and now - s.warm > 8 * beat() then s.warm = now + 2 * beat() end
+if other or arg.held > before then
+  if now - s.warm > 8 * beat() then s.warm, s.lost = now + 2 * beat(), 0 end
+  s.lost = math.max(s.lost, arg.sum)
+end
 
 if own then add(s, own, -1) end
-local base = math.min(arg.held, before) -- more it has not, whatever was granted in replies that it lost
+local base = math.min(arg.held, before) -- it has no more, whatever it was granted in replies that it lost
 if arg.leave == 1 then
   if own then drop(id) end
 else
@@ -140,22 +147,40 @@ end
 local capacity = s.capacity > 0 and s.capacity or s.auto
 local allocation = math.floor(capacity * (10000 - s.reserve) / 10000)
 
-local claim = 0
+local claim, limit = 0, 0
 if arg.leave == 0 then
-  -- What is needed may fill the allocation, headroom four fifths of it. Claims
-  -- that are ended but not dropped yet still stand in the totals.
-  local room = math.max(0, allocation - s.claims)
-  local spare = math.max(0, math.floor(allocation * 4 / 5) - s.claims)
   claim = base
+  s.lost = s.lost - (before - base)
+  -- An instance that lacks slots is poor, one that has at least two more is rich:
+  -- for a while the rich do not grow, and give up an eighth of what is between.
+  local contended = now - s.poor_at <= 2 * hold()
+  local rich = contended and base > s.poor + 1
   if #overdue <= 32 then
-    claim = math.max(base, math.min(math.max(arg.need, arg.held), base + room), math.min(arg.wanted, base + spare))
+    -- It gets back what it held. Beyond that, what is needed may fill the
+    -- allocation, and headroom four fifths of it; during the two beats after a
+    -- loss, lost counts what all held and what was granted since.
+    claim = math.max(base, math.min(arg.held, base + allocation - s.claims))
+    local taken = s.claims + claim - base
+    if now < s.warm then taken = math.max(taken, s.lost) end
+    local room = math.max(0, allocation - taken)
+    local spare = math.max(0, math.floor(allocation * 4 / 5) - taken)
+    if not rich then
+      local granted = math.max(claim, math.min(arg.need, claim + room), math.min(arg.wanted, claim + spare))
+      s.lost = s.lost + granted - claim
+      claim = granted
+    end
   end
-  if now < s.warm then claim = math.min(claim, math.max(base, arg.held, arg.peak)) end
+  if claim < arg.need and (claim <= s.poor or not contended) then s.poor, s.poor_at = claim, now end
   s.claims = s.claims + claim - base
+  limit = claim
+  if s.claims > allocation then
+    limit = math.floor(claim * allocation / s.claims)
+  elseif rich then
+    limit = claim - math.max(1, math.floor((claim - s.poor) / 8))
+  end
   redis.call('HSET', KEYS[1], id,
     string.format('%.0f %.0f %.0f %.0f %.0f', arg.seq, claim, arg.in_flight, arg.critical, arg.workers))
   redis.call('ZADD', KEYS[2], now + 8 * beat(), id)
-  if s.claims > allocation then claim = math.floor(claim * allocation / s.claims) end
 end
 
 s.at = now
@@ -166,5 +191,5 @@ for _, name in ipairs(fields) do
 end
 redis.call('HSET', KEYS[1], unpack(write))
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, 60000 + 8 * beat() / 1000) end
-return {now, claim, beat(), math.max(10000, s.instances * 500), s.epoch, s.generation, capacity, allocation,
+return {now, claim, limit, beat(), hold(), s.epoch, s.generation, capacity, allocation,
   s.claims, s.in_flight, s.critical, s.workers, s.instances, drift, now < s.warm and 1 or 0}

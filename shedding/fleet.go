@@ -52,11 +52,11 @@ type flight struct {
 type FleetStatus struct {
 	InFlight int64 // non-critical requests in progress on this instance
 	Critical int64 // critical ones
-	Claim    int64 // slots that this instance owns
+	Claim    int64 // slots that this instance has for non-critical ones
 	Err      error // why the last sync failed, or nil
 
-	// Fleet is what the last good sync told of all instances; zero before the
-	// first, and for a lone process.
+	// Fleet is what the last good sync told of all instances, zero before the
+	// first. That of a lone process is its own.
 	Fleet SyncReply
 }
 
@@ -134,10 +134,10 @@ func (f *Fleet) tryLocked(now time.Time, c Criticality) bool {
 // must have the deadline of all store work of a request.
 //
 //	true, nil    a slot was free: go on, and Release
-//	false, nil   none was: shed the request
 //	true, err    the store failed: go on all the same, and Release
-//	false, err   ctx was canceled (the client has gone), or the store failed and
-//	             this instance's equal share is used up: nothing to release
+//	false, nil   no slot was free: shed
+//	false, err   shed, too: the store failed and this instance's equal share is
+//	             used up, or ctx was canceled, so that nobody waits any more
 func (f *Fleet) Acquire(ctx context.Context, c Criticality) (bool, error) {
 	now := time.Now()
 	f.mu.Lock()
@@ -173,7 +173,14 @@ func (f *Fleet) Status() FleetStatus {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	s := &f.share
-	return FleetStatus{InFlight: s.inFlight, Critical: s.critical, Claim: s.live(now), Err: s.err, Fleet: s.fleet}
+	status := FleetStatus{InFlight: s.inFlight, Critical: s.critical, Claim: s.live(now), Err: s.err, Fleet: s.fleet}
+	if s.lone && f.running {
+		status.Fleet = SyncReply{
+			Claim: status.Claim, Limit: status.Claim, Claims: status.Claim, Allocation: status.Claim, Capacity: s.settings.capacity(),
+			InFlight: s.inFlight, Critical: s.critical, Workers: s.settings.Workers, Instances: 1,
+		}
+	}
+	return status
 }
 
 func (f *Fleet) wakeLocked() {
@@ -261,10 +268,12 @@ func (f *Fleet) once() time.Duration {
 
 	reply, err := f.call(timeout, request)
 
+	if reply.Drift > 0 {
+		f.log.Warn("the fleet's totals were wrong and have been rebuilt", "difference", reply.Drift)
+	}
 	now := time.Now()
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	warm := f.share.fleet.Warm
 	if err != nil {
 		f.share.fail(err)
 	} else {
@@ -274,12 +283,6 @@ func (f *Fleet) once() time.Duration {
 	if f.share.err != nil || now.Before(f.share.holdUntil) {
 		// Who came meanwhile need not ask what has just been answered.
 		f.landLocked(now, f.takeNextLocked(), f.share.err)
-	}
-	if reply.Drift > 0 {
-		f.log.Warn("the fleet's totals were wrong and have been rebuilt", "difference", reply.Drift)
-	}
-	if reply.Warm && !warm {
-		f.log.Warn("the fleet's state was lost; until every instance has stated its claim again, none is granted more than it had")
 	}
 	return f.share.nextBeat(mathrand.Float64())
 }
@@ -301,7 +304,7 @@ func (f *Fleet) withdraw() {
 	f.landLocked(time.Now(), f.takeNextLocked(), ErrClosed)
 	request := f.share.request(time.Now(), 0)
 	request.Leave = true
-	f.share.claim = 0
+	f.share.limit = 0
 	timeout := f.share.settings.timeout()
 	f.mu.Unlock()
 	if _, err := f.call(timeout, request); err != nil {

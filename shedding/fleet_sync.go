@@ -27,7 +27,7 @@ type SyncRequest struct {
 	Held       int64
 	Need       int64
 	Wanted     int64
-	Peak       int64
+	Sum        int64
 	InFlight   int64
 	Critical   int64
 	Workers    int64
@@ -45,7 +45,7 @@ func (r SyncRequest) Args() []any {
 	}
 	return []any{
 		r.Instance, r.Sequence, r.Deadline, leave, r.Epoch,
-		r.Held, r.Need, r.Wanted, r.Peak, r.InFlight, r.Critical, r.Workers,
+		r.Held, r.Need, r.Wanted, r.Sum, r.InFlight, r.Critical, r.Workers,
 		r.Generation, r.Capacity, r.Reserve, r.Known,
 	}
 }
@@ -56,6 +56,7 @@ type SyncReply struct {
 	Ignored bool  // nothing was written: too late or an old sequence number
 
 	Claim      int64
+	Limit      int64
 	Beat       time.Duration
 	Hold       time.Duration
 	Epoch      int64
@@ -72,7 +73,7 @@ type SyncReply struct {
 }
 
 // replySize is how many integers a whole reply has.
-const replySize = 15
+const replySize = 16
 
 // ParseSyncReply makes sense of the integers that the script returned.
 func ParseSyncReply(reply []int64) (SyncReply, error) {
@@ -82,13 +83,13 @@ func ParseSyncReply(reply []int64) (SyncReply, error) {
 	case replySize:
 		return SyncReply{
 			Now:   reply[0],
-			Claim: reply[1],
-			Beat:  time.Duration(reply[2]) * time.Microsecond,
-			Hold:  time.Duration(reply[3]) * time.Microsecond,
-			Epoch: reply[4], Generation: reply[5],
-			Capacity: reply[6], Allocation: reply[7],
-			Claims: reply[8], InFlight: reply[9], Critical: reply[10], Workers: reply[11], Instances: reply[12],
-			Drift: reply[13], Warm: reply[14] == 1,
+			Claim: reply[1], Limit: reply[2],
+			Beat:  time.Duration(reply[3]) * time.Microsecond,
+			Hold:  time.Duration(reply[4]) * time.Microsecond,
+			Epoch: reply[5], Generation: reply[6],
+			Capacity: reply[7], Allocation: reply[8],
+			Claims: reply[9], InFlight: reply[10], Critical: reply[11], Workers: reply[12], Instances: reply[13],
+			Drift: reply[14], Warm: reply[15] == 1,
 		}, nil
 	}
 	return SyncReply{}, fmt.Errorf("fleet sync: reply of %d integers, want 1 or %d", len(reply), replySize)

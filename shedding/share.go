@@ -56,11 +56,14 @@ func (s FleetSettings) hundredths() int64 { return int64(math.Round(s.Reserve * 
 // Allocation returns how many of the fleet's requests in progress may be
 // non-critical, floor(capacity·(1 − reserve)); for auto, with this instance alone.
 func (s FleetSettings) Allocation() int64 {
-	capacity := s.Capacity
-	if capacity == 0 {
-		capacity = s.Workers
+	return s.capacity() * (10_000 - s.hundredths()) / 10_000
+}
+
+func (s FleetSettings) capacity() int64 {
+	if s.Capacity == 0 {
+		return s.Workers
 	}
-	return capacity * (10_000 - s.hundredths()) / 10_000
+	return s.Capacity
 }
 
 func (s FleetSettings) timeout() time.Duration {
@@ -96,8 +99,9 @@ type share struct {
 
 	inFlight, critical int64 // in progress here
 
-	claim     int64     // slots that inFlight may fill
-	end       time.Time // of the claim
+	claim     int64     // slots that are this instance's own
+	limit     int64     // up to which inFlight may fill them
+	end       time.Time // of both
 	holdUntil time.Time // none were left; do not ask before
 	err       error     // of the last sync
 
@@ -118,13 +122,13 @@ func (s *share) set(settings FleetSettings) {
 	s.settings = settings
 }
 
-// live is the claim that still stands.
+// live is the limit that stands at now.
 func (s *share) live(now time.Time) int64 {
 	switch {
 	case s.lone:
 		return s.settings.Allocation()
 	case now.Before(s.end):
-		return s.claim
+		return s.limit
 	}
 	return 0
 }
@@ -184,21 +188,20 @@ func (s *share) request(now time.Time, waiting int64) SyncRequest {
 	for _, p := range s.peaks {
 		peak = max(peak, p)
 	}
-	held := s.live(now)
 	need := s.inFlight + waiting
-	wanted := need + s.headroom(need, peak)
+	wanted, sum := need+s.headroom(peak), s.fleet.Claims
 	if !now.Before(s.end) {
 		// New here, or back after the claim had ended, as others may be: ask for
 		// no more than what is in use, so that it is enough for all.
-		s.claim, wanted = 0, max(need, peak, 1)
+		s.claim, wanted, sum = 0, max(need, peak, 1), 0
 	}
-	if held > wanted {
-		s.claim, held = wanted, wanted
-	}
+	// What is above the limit is given up once no request is in it any more.
+	s.claim = min(s.claim, max(s.limit, s.inFlight), wanted)
+	s.limit = min(s.limit, s.claim)
 	s.sequence++
 	r := SyncRequest{
 		Instance: s.instance, Sequence: s.sequence, Epoch: s.fleet.Epoch,
-		Held: held, Need: need, Wanted: wanted, Peak: peak,
+		Held: s.claim, Need: need, Wanted: wanted, Sum: sum,
 		InFlight: s.inFlight, Critical: s.critical, Workers: s.settings.Workers,
 		Generation: s.generation, Capacity: s.settings.Capacity, Reserve: s.settings.hundredths(),
 		Known: s.fleet.Capacity,
@@ -212,7 +215,7 @@ func (s *share) request(now time.Time, waiting int64) SyncRequest {
 // headroom is how many slots to have beyond what is needed, so that requests
 // seldom wait for more: the peak of the last beats, at least 1, while claims are
 // up to 80 % of the allocation, falling to none at 95 %.
-func (s *share) headroom(need, peak int64) int64 {
+func (s *share) headroom(peak int64) int64 {
 	peak = max(1, peak)
 	if s.fleet.Epoch == 0 {
 		return peak // nothing is known yet
@@ -233,13 +236,13 @@ func (s *share) reply(request SyncRequest, sent, now time.Time, r SyncReply, u f
 		return
 	}
 	s.err = nil
-	s.claim, s.end = r.Claim, sent.Add(claimBeats*r.Beat)
+	s.claim, s.limit, s.end = r.Claim, r.Limit, sent.Add(claimBeats*r.Beat)
 	s.fleet = r
 	if request.Generation == 0 && request.Capacity == s.settings.Capacity && request.Reserve == s.settings.hundredths() {
 		s.generation = r.Generation
 	}
 	s.holdUntil = time.Time{}
-	if r.Claim < request.Need {
+	if r.Limit < request.Need {
 		s.holdUntil = now.Add(jitter(r.Hold, u))
 	}
 }

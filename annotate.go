@@ -91,6 +91,7 @@ func (v *verdict) annotation(name string) (any, bool) {
 		if v.denied != nil {
 			return v.denied.limit.Kind.String(), true
 		}
+		return v.shedBy, true
 	case "limit":
 		if v.denied != nil {
 			return v.denied.limit.Name, true
@@ -113,6 +114,7 @@ func (v *verdict) annotation(name string) (any, bool) {
 		if v.wouldReject != nil {
 			return v.wouldReject.limit.Kind.String() + "/" + v.wouldReject.limit.Name, true
 		}
+		return v.wouldShed, true
 	default:
 		return nil, false
 	}

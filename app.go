@@ -3,6 +3,7 @@
 package striperatelimit
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/json"
@@ -46,6 +47,7 @@ type App struct {
 
 	mu       sync.Mutex                  // guards below, while handlers are provisioned
 	declared map[string][]*declaredLimit // by pool
+	shedders map[string]*shedders        // by pool
 }
 
 // CaddyModule returns the Caddy module information.
@@ -60,6 +62,7 @@ func (a *App) Provision(ctx caddy.Context) error {
 	}
 	a.logger = ctx.Logger()
 	a.declared = map[string][]*declaredLimit{}
+	a.shedders = map[string]*shedders{}
 	if err := a.validateConfig(); err != nil {
 		return err
 	}
@@ -115,7 +118,7 @@ func (a *App) provisionStore(secret string) error {
 	}
 	a.options = &limiters.RedisOptions{
 		Universal: *universal,
-		Timeout:   time.Duration(config.Timeout),
+		Timeout:   cmp.Or(time.Duration(config.Timeout), limiters.DefaultTimeout),
 		KeyPrefix: config.KeyPrefix,
 	}
 	key, err := json.Marshal(config)
@@ -133,7 +136,7 @@ func (a *App) newStore() (caddy.Destructor, error) {
 		s.Store = limiters.NewMemory(0)
 		return s, nil
 	}
-	s.kind = "redis"
+	s.kind, s.timeout = "redis", a.options.Timeout
 	switch u := &a.options.Universal; {
 	case u.MasterName != "":
 		s.kind = "redis_sentinel"
@@ -193,21 +196,24 @@ type started struct{ app *App }
 func (s started) Handle(context.Context, caddy.Event) error {
 	a := s.app
 	runningStore.Store(any(a.storeKey))
-	for name, declared := range a.declared {
-		// A reference of its own for the moment: handlers may be gone already.
-		v, _, err := pools.LoadOrNew(name, func() (caddy.Destructor, error) { return newPool(name) })
+	for name, config := range a.shedders {
+		declared := a.declared[name]
+		// References of its own for the moment: handlers may be gone already.
+		pool, err := a.share(name)
 		if err != nil {
 			return err
 		}
-		v.(*pool).commit(declared)
-		_, _ = pools.Delete(name)
-		a.logger.Info("limits in force", zap.String("pool", name), zap.String("limits", summary(declared, a.options != nil)))
+		pool.commit(declared)
+		pool.commitShedders(config)
+		pool.release()
+		words := append(summary(declared, a.options != nil), config.summary()...)
+		a.logger.Info("limits in force", zap.String("pool", name), zap.String("limits", strings.Join(words, "; ")))
 	}
 	return nil
 }
 
 // summary says in words what is in force.
-func summary(declared []*declaredLimit, shared bool) string {
+func summary(declared []*declaredLimit, shared bool) []string {
 	scope := "on this instance alone"
 	if shared {
 		scope = "over all instances"
@@ -220,16 +226,22 @@ func summary(declared []*declaredLimit, shared bool) string {
 		} else {
 			parts[i] = fmt.Sprintf("%s: %s per key %s", l.Name, describe(l), scope)
 		}
-		switch {
-		case d.strength == 0:
-			parts[i] += " (off)"
-		case d.strength == 1:
-			parts[i] += " (dark)"
-		case d.strength < 2:
-			parts[i] += fmt.Sprintf(" (enforced for %.0f%% of the keys)", (d.strength-1)*100)
-		}
+		parts[i] += modeSuffix(d.strength)
 	}
-	return strings.Join(parts, "; ")
+	return parts
+}
+
+// modeSuffix says how something is applied, unless it is just enforced.
+func modeSuffix(strength float64) string {
+	switch {
+	case strength == 0:
+		return " (off)"
+	case strength == 1:
+		return " (dark)"
+	case strength < 2:
+		return fmt.Sprintf(" (enforced for %.0f%% of the keys)", (strength-1)*100)
+	}
+	return ""
 }
 
 // describe says the numbers of a limit: "100/s", "20 in progress".

@@ -35,6 +35,8 @@ func parseDirective(helper httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, e
 //		test_mode   <@matcher|/path>... | { <matchers> } | off
 //		rate        [<limit>] <n>/<unit> [burst <n>] [cost <n>] [key <source>...] [match <@matcher|/path>...] [mode <mode>]
 //		concurrency [<limit>] <n> [lease <duration>] [key <source>...] [match <@matcher|/path>...] [mode <mode>]
+//		fleet       <capacity|auto> reserve <percent> [mode <mode>]
+//		workers     [<n>] [good <percent>] [bad <percent>] [grace <duration>] [ramp <duration>] [utilization <source> <args>...] [mode <mode>]
 //		mode        off | dark | enforce [<percent>]
 //		on_store_error    open | closed
 //		ratelimit_headers on | off
@@ -44,10 +46,10 @@ func parseDirective(helper httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, e
 //		ipv6_prefix       <48..64>
 //	}
 //
-// At least one rate or concurrency is required; both may be given several
-// times, with different names. Their options stand on the same line, as above,
-// or one a line in a block of their own. Every other option is given at most
-// once.
+// At least one of rate, concurrency, fleet and workers is required; the first
+// two may be given several times, with different names. The options of all four
+// stand on the same line, as above, or one a line in a block of their own. Every
+// other option is given at most once.
 //
 // A pool or limit is named by a lower-case letter and up to 31 of a-z, 0-9, _
 // and -; the name of an option is none. A unit is s, m, h, d or a duration,
@@ -70,8 +72,8 @@ func (h *Handler) unmarshal(helper httpcaddyfile.Helper) error {
 		"test_mode":         h.unmarshalTestMode(helper),
 		"rate":              h.unmarshalRate(helper),
 		"concurrency":       h.unmarshalConcurrency(helper),
-		"fleet":             comesNext,
-		"workers":           comesNext,
+		"fleet":             h.unmarshalFleet,
+		"workers":           h.unmarshalWorkers,
 		"mode":              readMode(&h.Mode),
 		"on_store_error":    readOnStoreError(&h.OnStoreError),
 		"ratelimit_headers": readOnOff(&h.RateLimitHeaders),
@@ -93,10 +95,6 @@ func (h *Handler) unmarshal(helper httpcaddyfile.Helper) error {
 		h.Pool = args[0]
 	}
 	return atStart(d, h.validateConfig())
-}
-
-func comesNext(d *caddyfile.Dispenser) error {
-	return d.Errf("'%s' comes with the next release; until then leave it out", d.Val())
 }
 
 func (h *Handler) unmarshalTestMode(helper httpcaddyfile.Helper) option {

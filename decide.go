@@ -3,6 +3,8 @@
 package striperatelimit
 
 import (
+	"bytes"
+	"cmp"
 	"encoding/json"
 	"net/http"
 	"net/netip"
@@ -42,15 +44,13 @@ func (l *handlerLimit) strength() float64 {
 
 // dark reports whether the limit, which is not off, only counts for an identity.
 func (l *handlerLimit) dark(id limiters.Identity) bool {
-	for _, m := range l.modes {
-		if m == nil {
-			continue
-		}
-		if m.State == "dark" || m.Percent != nil && !inShare(id, *m.Percent) {
-			return true
-		}
-	}
-	return false
+	return l.modes[0].dark(id) || l.modes[1].dark(id)
+}
+
+// dark reports whether what has the mode, which is not off, only counts for an
+// identity.
+func (m *Mode) dark(id limiters.Identity) bool {
+	return m != nil && (m.State == "dark" || m.Percent != nil && !inShare(id, *m.Percent))
 }
 
 // provisionLimits makes the limits and groups them by identity. The first group
@@ -126,17 +126,9 @@ func (h *Handler) group(key []string) (*keyGroup, error) {
 	return g, nil
 }
 
-// asked is what is asked about a request, with what is needed to read the
-// answer.
-type asked struct {
-	asks   []limiters.Ask
-	limits []limitVerdict // one a check, in order
-	by     []int          // the index in Handler.limits of each
-}
-
-// decide decides about a request. What it takes is in adm from the moment that
-// it is taken.
-func (h *Handler) decide(a *attachment, r *http.Request, repl *caddy.Replacer, v *verdict, adm *limiters.Admission) {
+// decide decides about a request. What it takes is in t from the moment that it
+// is taken.
+func (h *Handler) decide(a *attachment, r *http.Request, repl *caddy.Replacer, v *verdict, t *taken) {
 	exempt, err := anyMatch(h.exempt, r)
 	if err == nil && exempt {
 		v.outcome = outcomeExempt
@@ -146,9 +138,8 @@ func (h *Handler) decide(a *attachment, r *http.Request, repl *caddy.Replacer, v
 	if err == nil {
 		v.criticality, err = h.ranking.criticality(r, key)
 	}
-	var q asked
 	if err == nil && !isPreflight(r) {
-		err = h.ask(a, r, repl, key, v, &q)
+		err = h.applicable(a, r, repl, key, v)
 	}
 	if err != nil {
 		// A matcher that fails is not the client's fault: it is told to nobody
@@ -157,25 +148,40 @@ func (h *Handler) decide(a *attachment, r *http.Request, repl *caddy.Replacer, v
 		v.outcome = outcomePanic
 		return
 	}
-	if len(q.asks) == 0 {
+	asks := v.asks()
+
+	// A client that floods is turned away before it can take what others need.
+	now := time.Now()
+	if denied, ok := a.store.denials.Denied(now, asks); ok {
+		h.read(a, v, denied, nil)
 		return
 	}
-
-	now := time.Now()
-	var cached bool
-	if *adm, cached = a.store.denials.Denied(now, q.asks); !cached {
-		*adm, err = a.store.Admit(r.Context(), q.asks)
-		a.store.denials.Learn(now, q.asks, *adm)
+	ctx := r.Context()
+	if modes := a.pool.shedders.Load(); modes != nil {
+		shed, cancel := h.shed(a, modes, &ctx, r, v, t)
+		defer cancel()
+		if shed {
+			return
+		}
 	}
-	h.read(a, &q, *adm, err, v)
+	if len(asks) == 0 {
+		return
+	}
+	t.admission, err = a.store.Admit(ctx, asks)
+	a.store.denials.Learn(now, asks, t.admission)
+	h.read(a, v, t.admission, err)
 	if err != nil && v.outcome == outcomeAllowed {
 		v.outcome = outcomeStoreError
 		v.closed = h.OnStoreError == "closed" && v.criticality != shedding.Critical
 	}
+	if v.rejects() {
+		h.giveBack(a, t) // at once, and not when the answer is written
+	}
 }
 
-// ask collects what is to be asked about a request.
-func (h *Handler) ask(a *attachment, r *http.Request, repl *caddy.Replacer, key string, v *verdict, q *asked) error {
+// applicable collects the limits that apply to a request.
+func (h *Handler) applicable(a *attachment, r *http.Request, repl *caddy.Replacer, key string, v *verdict) error {
+	v.limits = v.few[:0]
 	for i, g := range h.groups {
 		id, source := g.sources.identify(r, repl, key, h.app.hasher, h.IPv6Prefix)
 		if i == 0 {
@@ -184,7 +190,6 @@ func (h *Handler) ask(a *attachment, r *http.Request, repl *caddy.Replacer, key 
 		if source == "client address" {
 			h.warnIfForwarded(r)
 		}
-		first := len(q.limits)
 		for _, n := range g.limits {
 			l := &h.limits[n]
 			if l.strength() == 0 {
@@ -208,46 +213,61 @@ func (h *Handler) ask(a *attachment, r *http.Request, repl *caddy.Replacer, key 
 			if numbers == nil {
 				numbers = l.numbers
 			}
-			q.limits = append(q.limits, limitVerdict{
-				limit: numbers.limit, words: numbers.words, source: source, endpoint: l.endpoint(), dark: dark,
+			v.limits = append(v.limits, limitVerdict{
+				limit: numbers.limit, words: numbers.words, index: n,
+				identity: id, source: source, endpoint: l.endpoint(), dark: dark,
 			})
-			q.by = append(q.by, n)
 		}
-		if len(q.limits) > first {
-			checks := make([]limiters.Check, 0, len(q.limits)-first)
-			for _, l := range q.limits[first:] {
-				checks = append(checks, limiters.Check{Limit: l.limit, Dark: l.dark})
-			}
-			q.asks = append(q.asks, limiters.Ask{Identity: id, Checks: checks})
-		}
+	}
+	if len(h.groups) > 1 {
+		// Two keys may have given one identity, about which there is one
+		// question: together, and rate limits first.
+		slices.SortStableFunc(v.limits, func(a, b limitVerdict) int {
+			return cmp.Or(bytes.Compare(a.identity[:], b.identity[:]), cmp.Compare(a.limit.Kind, b.limit.Kind))
+		})
 	}
 	return nil
 }
 
+// asks returns what is to be asked about the limits that apply: one Ask for
+// each identity, with the checks in the order of the limits.
+func (v *verdict) asks() []limiters.Ask {
+	asks, checks := v.fewAsks[:0], v.fewChecks[:0]
+	if len(v.limits) > cap(checks) {
+		checks = make([]limiters.Check, 0, len(v.limits))
+	}
+	first := 0
+	for i := range v.limits {
+		l := &v.limits[i]
+		checks = append(checks, limiters.Check{Limit: l.limit, Dark: l.dark})
+		if last := i+1 == len(v.limits); last || v.limits[i+1].identity != l.identity {
+			asks = append(asks, limiters.Ask{Identity: l.identity, Checks: checks[first:]})
+			first = i + 1
+		}
+	}
+	return asks
+}
+
 // read turns the store's answer into the verdict.
-func (h *Handler) read(a *attachment, q *asked, adm limiters.Admission, failed error, v *verdict) {
+func (h *Handler) read(a *attachment, v *verdict, adm limiters.Admission, failed error) {
 	if !adm.Allowed {
 		v.outcome = outcomeDenied
 	}
-	enforced := q.limits[:0]
-	for i, l := range q.limits {
+	for i := range v.limits {
+		l := &v.limits[i]
 		l.result = adm.Results[i]
 		if l.result.Outcome == limiters.Unknown && failed == nil {
 			continue // another limit's denial was remembered, so nobody asked
 		}
-		a.limits[q.by[i]].metrics.decision(l.dark, l.result.Outcome)
-		denied := l.result.Outcome == limiters.Denied
-		switch {
-		case l.dark && denied && v.wouldReject == nil:
-			v.wouldReject = &l
-		case !l.dark && denied && (v.denied == nil || l.result.RetryAfter > v.denied.result.RetryAfter):
-			v.denied = &l
-		}
-		if !l.dark && l.result.Outcome != limiters.Unknown {
-			enforced = append(enforced, l)
+		a.limits[l.index].metrics.decision(l.dark, l.result.Outcome)
+		switch denied := l.result.Outcome == limiters.Denied; {
+		case !denied:
+		case l.dark && v.wouldReject == nil:
+			v.wouldReject = l
+		case !l.dark && (v.denied == nil || l.result.RetryAfter > v.denied.result.RetryAfter):
+			v.denied = l
 		}
 	}
-	v.limits = enforced
 }
 
 // warnIfForwarded warns once about what looks like a proxy that is not trusted:

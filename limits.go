@@ -106,8 +106,8 @@ func (cl *ConcurrencyLimit) limit(pool string) (*limiters.Limit, error) {
 // validateLimits checks that there are limits, that each is valid and that the
 // names are unique in their kind.
 func (h *Handler) validateLimits() error {
-	if len(h.Rate)+len(h.Concurrency) == 0 {
-		return errors.New("stripe_ratelimit without any limit; add rate or concurrency")
+	if len(h.Rate)+len(h.Concurrency) == 0 && h.Fleet == nil && h.Workers == nil {
+		return errors.New("stripe_ratelimit without any limit; add rate, concurrency, fleet or workers")
 	}
 	names := make(map[string]bool)
 	add := func(l *limiters.Limit, err error) error {
@@ -157,6 +157,7 @@ func (h *Handler) validateConfig() error {
 		}
 	}
 	return cmp.Or(
+		h.validateShedders(),
 		validateKey(h.Key),
 		h.Mode.validate(),
 		validateOnStoreError(h.OnStoreError),

@@ -58,7 +58,7 @@ var (
 )
 
 // collectors are all that there are.
-var collectors = []prometheus.Collector{requestsTotal, decisionsTotal, storeErrorsTotal, storeDuration, gauges}
+var collectors = []prometheus.Collector{requestsTotal, decisionsTotal, storeErrorsTotal, storeDuration, utilizationUnknown, gauges}
 
 func counterOpts(name, help string) prometheus.CounterOpts {
 	return prometheus.CounterOpts{Namespace: metricsNamespace, Subsystem: metricsSubsystem, Name: name, Help: help}
@@ -92,7 +92,7 @@ type poolMetrics struct {
 func newPoolMetrics(pool string) *poolMetrics {
 	m := &poolMetrics{pool: pool}
 	for c := range m.requests {
-		outcomes := []outcome{outcomeAllowed, outcomeDenied, outcomeStoreError, outcomePanic}
+		outcomes := []outcome{outcomeAllowed, outcomeDenied, outcomeShed, outcomeStoreError, outcomePanic}
 		if c == 0 { // not classified
 			outcomes = []outcome{outcomeExempt, outcomePanic}
 		}
@@ -165,7 +165,7 @@ func (m *limitMetrics) noIdentity(dark bool) {
 // resolves what it counts, as the others do.
 func newStoreObserver() func(operation string, took time.Duration, err error) {
 	durations := make(map[string]prometheus.Observer)
-	for _, operation := range []string{"admit", "release", "renew"} {
+	for _, operation := range []string{"admit", "release", "renew", "fleet_sync"} {
 		durations[operation] = storeDuration.WithLabelValues(operation)
 		for _, reason := range []string{
 			"timeout", "connection", "late", "loading", "readonly", "oom", "auth",
@@ -198,10 +198,12 @@ type poolGauges struct {
 	critical    int64 // in progress, all configs
 	nonCritical int64
 	limits      []limitGauge
+	workers     *shedding.WorkersStatus // nil: the running config has none
+	fleet       *shedding.FleetStatus   // likewise
 }
 
 type limitGauge struct {
-	kind     limiters.Kind
+	kind     string
 	name     string
 	source   string  // what decided the mode: config or switch
 	strength float64 // of the effective mode; see Mode.strength
@@ -235,6 +237,9 @@ func (*gaugeCollector) Describe(ch chan<- *prometheus.Desc) {
 	ch <- limitMode
 	ch <- storeInfo
 	ch <- inFlight
+	for _, desc := range shedderGauges {
+		ch <- desc
+	}
 }
 
 // Collect implements prometheus.Collector. It sends no series twice, because
@@ -242,7 +247,7 @@ func (*gaugeCollector) Describe(ch chan<- *prometheus.Desc) {
 func (c *gaugeCollector) Collect(ch chan<- prometheus.Metric) {
 	type limitKey struct {
 		pool, name string
-		kind       limiters.Kind
+		kind       string
 	}
 	var (
 		snapshot = c.snapshot()
@@ -270,8 +275,11 @@ func (c *gaugeCollector) Collect(ch chan<- prometheus.Metric) {
 		send(inFlight, float64(n[0]), pool, "critical")
 		send(inFlight, float64(n[1]), pool, "non_critical")
 	}
+	for _, p := range snapshot.pools {
+		collectShedders(p, send)
+	}
 	for key, l := range limits {
-		send(limitMode, l.strength, key.pool, key.kind.String(), key.name, l.source)
+		send(limitMode, l.strength, key.pool, key.kind, key.name, l.source)
 	}
 }
 

@@ -94,7 +94,7 @@ func TestMetrics_Lint(t *testing.T) {
 	newStoreObserver()("admit", time.Millisecond, nil)
 	setGauges(t, gaugeSnapshot{store: "redis", pools: []poolGauges{{
 		pool: pool, critical: 1,
-		limits: []limitGauge{{kind: limiters.Rate, name: "rate", source: "config", strength: 2}},
+		limits: []limitGauge{{kind: "rate", name: "rate", source: "config", strength: 2}},
 	}}})
 
 	problems, err := testutil.GatherAndLint(reg)
@@ -168,7 +168,7 @@ func TestPoolMetrics(t *testing.T) {
 		"criticality=unknown outcome=panic":  0,
 	}
 	for _, c := range []string{"test_mode", "get", "post", "critical"} {
-		for _, o := range []string{"allowed", "denied", "store_error", "panic"} {
+		for _, o := range []string{"allowed", "denied", "shed", "store_error", "panic"} {
 			want["criticality="+c+" outcome="+o] = 0
 		}
 	}
@@ -217,7 +217,7 @@ func TestLimitMetrics(t *testing.T) {
 func TestGauges(t *testing.T) {
 	reg := newTestRegistry(t)
 	rate := func(name, source string, strength float64) limitGauge {
-		return limitGauge{kind: limiters.Rate, name: name, source: source, strength: strength}
+		return limitGauge{kind: "rate", name: name, source: source, strength: strength}
 	}
 	setGauges(t, gaugeSnapshot{store: "memory", pools: []poolGauges{
 		{pool: "a", critical: 1, nonCritical: 2, limits: []limitGauge{rate("rate", "config", 1), rate("candidate", "switch", 0)}},
@@ -286,8 +286,8 @@ func TestStoreObserver(t *testing.T) {
 	observe("new_operation", time.Millisecond, io.EOF)
 
 	got := series(t, reg, "store_errors_total", "")
-	if len(got) != 3*13+1 {
-		t.Errorf("store_errors_total: got %d series, want 13 reasons of 3 operations and 1", len(got))
+	if len(got) != 4*13+1 {
+		t.Errorf("store_errors_total: got %d series, want 13 reasons of 4 operations and 1", len(got))
 	}
 	want := map[string]float64{
 		"operation=admit reason=timeout":            1,

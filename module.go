@@ -77,6 +77,15 @@ type Handler struct {
 	// Concurrency limits: how many requests in progress.
 	Concurrency []*ConcurrencyLimit `json:"concurrency,omitempty"`
 
+	// The share of the fleet's capacity that is kept for critical requests
+	// (default: what another handler of the pool says, else none). Needs
+	// `critical`.
+	Fleet *FleetShedder `json:"fleet,omitempty"`
+
+	// What this instance sheds when it has too much to do (default: what
+	// another handler of the pool says, else nothing).
+	Workers *WorkerShedder `json:"workers,omitempty"`
+
 	// How every limit of this handler is applied (default: enforced).
 	Mode *Mode `json:"mode,omitempty"`
 
@@ -226,6 +235,12 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 	if err := h.provisionLimits(ctx); err != nil {
 		return err
 	}
+	if err := h.app.declareShedders(ctx, h); err != nil {
+		return err
+	}
+	if h.Workers != nil && len(h.ranking.critical) == 0 {
+		h.logger.Warn("workers without critical: under overload every request may be shed; say with critical which ones never are", zap.String("pool", h.Pool))
+	}
 	h.provisionWarning(ctx)
 	h.attached, err = h.attach()
 	return err
@@ -279,17 +294,13 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	}
 	defer a.release()
 
-	v, adm := h.judge(a, w, r)
-	defer h.giveBack(a, adm)
+	var t taken
+	v := h.judge(a, w, r, &t)
+	defer h.giveBack(a, &t)
 	if v.rejects() {
 		return h.reject(w, r, v, rand.Float64())
 	}
-	counter := &a.pool.nonCritical
-	if v.criticality == shedding.Critical {
-		counter = &a.pool.critical
-	}
-	counter.Add(1)
-	defer counter.Add(-1)
+	defer a.pool.enter(r, v.criticality)()
 	return next.ServeHTTP(w, r)
 }
 
@@ -302,20 +313,25 @@ func (h *Handler) attachment() (*attachment, error) {
 	return h.attach()
 }
 
+// taken is what a request has taken and has to give back.
+type taken struct {
+	admission limiters.Admission
+	slot      shedding.Criticality // of the fleet; zero: none
+}
+
 // judge decides about a request and says so to it, to metrics and to the log. A
 // bug in here lets the request pass.
-func (h *Handler) judge(a *attachment, w http.ResponseWriter, r *http.Request) (v *verdict, adm limiters.Admission) {
+func (h *Handler) judge(a *attachment, w http.ResponseWriter, r *http.Request, t *taken) (v *verdict) {
 	defer func() {
 		if p := recover(); p != nil {
 			h.logger.Error("bug in stripe_ratelimit; the request passes", zap.Any("panic", p), zap.Stack("stack"))
-			h.giveBack(a, adm)
-			v, adm = &verdict{outcome: outcomePanic, pool: h.Pool}, limiters.Admission{}
+			v = &verdict{outcome: outcomePanic, pool: h.Pool}
 			a.pool.metrics.request(v.criticality, v.outcome)
 		}
 	}()
 	repl := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
 	v = &verdict{outcome: outcomeAllowed, pool: h.Pool}
-	h.decide(a, r, repl, v, &adm)
+	h.decide(a, r, repl, v, t)
 	h.annotate(r, repl, v)
 	if !v.rejects() && (h.RateLimitHeaders == nil || *h.RateLimitHeaders) {
 		setRateLimitFields(w.Header(), v.limits)
@@ -325,18 +341,23 @@ func (h *Handler) judge(a *attachment, w http.ResponseWriter, r *http.Request) (
 		c.Write(zap.String("pool", h.Pool), zap.String("outcome", string(v.outcome)),
 			zap.Stringer("criticality", v.criticality), zap.Stringer("identity", v.identity))
 	}
-	return v, adm
+	return v
 }
 
-// giveBack releases what a request held.
-func (h *Handler) giveBack(a *attachment, adm limiters.Admission) {
+// giveBack releases what a request has taken.
+func (h *Handler) giveBack(a *attachment, t *taken) {
 	defer func() {
 		if p := recover(); p != nil {
-			h.logger.Error("bug in stripe_ratelimit; leases end by themselves", zap.Any("panic", p), zap.Stack("stack"))
+			h.logger.Error("bug in stripe_ratelimit; leases and claims end by themselves", zap.Any("panic", p), zap.Stack("stack"))
 		}
 	}()
-	a.store.Release(adm)
-	a.store.denials.Ended(adm)
+	if t.slot != 0 {
+		a.fleet.Release(t.slot)
+		t.slot = 0
+	}
+	a.store.Release(t.admission)
+	a.store.denials.Ended(t.admission)
+	t.admission = limiters.Admission{}
 }
 
 // Interface guards

@@ -4,6 +4,8 @@ package striperatelimit
 
 import (
 	"cmp"
+	"context"
+	"log/slog"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -11,8 +13,10 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"go.uber.org/zap"
+	"go.uber.org/zap/exp/zapslog"
 
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
 
 // What outlives a config lives here. A config holds one reference to the pools
@@ -21,6 +25,7 @@ import (
 var (
 	pools  = caddy.NewUsagePool() // pool name -> *pool
 	stores = caddy.NewUsagePool() // App.storeKey -> *store
+	fleets = caddy.NewUsagePool() // fleetKey -> *fleet
 )
 
 // runningStore is the key in stores of the config that started last.
@@ -36,6 +41,9 @@ type pool struct {
 	metrics *poolMetrics
 
 	critical, nonCritical atomic.Int64 // requests in progress
+
+	workers  *shedding.Workers
+	shedders atomic.Pointer[shedderModes] // of the running config; nil before it has started
 
 	mu     sync.Mutex // guards below
 	limits map[limitKey]*poolLimit
@@ -65,11 +73,25 @@ type limitNumbers struct {
 }
 
 func newPool(name string) (caddy.Destructor, error) {
-	return &pool{name: name, metrics: newPoolMetrics(name), limits: map[limitKey]*poolLimit{}}, nil
+	return &pool{
+		name:    name,
+		metrics: newPoolMetrics(name),
+		workers: shedding.NewWorkers(slogger(name)),
+		limits:  map[limitKey]*poolLimit{},
+	}, nil
+}
+
+// slogger returns what the shedders of a pool log to: Caddy's own logger, since
+// that of a config ends with it.
+func slogger(pool string) *slog.Logger {
+	return slog.New(zapslog.NewHandler(caddy.Log().Core(), zapslog.WithName("stripe_ratelimit"))).With("pool", pool)
 }
 
 // Destruct implements caddy.Destructor.
-func (*pool) Destruct() error { return nil }
+func (p *pool) Destruct() error {
+	p.workers.Close()
+	return nil
+}
 
 // limit returns the entry of a limit, which it makes if there is none.
 func (p *pool) limit(l *limiters.Limit) *poolLimit {
@@ -85,25 +107,26 @@ func (p *pool) limit(l *limiters.Limit) *poolLimit {
 }
 
 // commit puts the numbers of a config in force, which has started.
-func (p *pool) commit(declared []*declaredLimit) {
+func (s *shared) commit(declared []*declaredLimit) {
 	shown := make([]limitGauge, 0, len(declared))
 	for _, d := range declared {
-		p.limit(d.numbers.limit).current.Store(d.numbers)
+		s.pool.limit(d.numbers.limit).current.Store(d.numbers)
 		shown = append(shown, limitGauge{
-			kind: d.numbers.limit.Kind, name: d.numbers.limit.Name,
+			kind: d.numbers.limit.Kind.String(), name: d.numbers.limit.Name,
 			source: "config", strength: d.strength,
 		})
 	}
-	p.mu.Lock()
-	p.shown = shown
-	p.mu.Unlock()
+	s.pool.mu.Lock()
+	s.pool.shown = shown
+	s.pool.mu.Unlock()
 }
 
 // store is a limiters.Store with what goes with it.
 type store struct {
 	limiters.Store
 	denials *limiters.Denials
-	kind    string // memory, redis, redis_cluster or redis_sentinel
+	kind    string        // memory, redis, redis_cluster or redis_sentinel
+	timeout time.Duration // of all store work that one request waits for
 	log     everySecond
 }
 
@@ -111,18 +134,19 @@ type store struct {
 // nobody is left who would take or release.
 func (s *store) Destruct() error { return s.Close() }
 
-// countStore counts the operations of Redis stores.
-var countStore = newStoreObserver()
+// countStore returns what counts the operations of Redis stores. Who has none
+// does not see its metrics.
+var countStore = sync.OnceValue(newStoreObserver)
 
 // observe counts an operation of the store and logs when it failed.
 func (s *store) observe(operation string, took time.Duration, err error) {
-	countStore(operation, took, err)
+	countStore()(operation, took, err)
 	if err == nil {
 		return
 	}
 	if more, ok := s.log.allow(time.Now()); ok {
 		// Caddy's own logger, because that of a config ends with it.
-		caddy.Log().Named("stripe_ratelimit").Warn("store failed; requests are not limited by it meanwhile",
+		caddy.Log().Named("stripe_ratelimit").Warn("store failed; on_store_error says what becomes of requests meanwhile",
 			zap.String("operation", operation),
 			zap.String("reason", limiters.Reason(err)),
 			zap.Error(err),
@@ -145,31 +169,92 @@ func (e *everySecond) allow(now time.Time) (skipped int64, ok bool) {
 	return e.skipped.Swap(0), true
 }
 
-// attachment is a handler's hold on its pool and its store: one reference of
-// the config, and one of each request in progress. The last to let go releases
-// both.
-type attachment struct {
-	refs     atomic.Int64
-	poolName string
-	storeKey string
+// fleetKey names the state that the instances of a fleet share. A pool that
+// moves to another store begins a new one there.
+type fleetKey struct{ store, pool string }
 
-	pool   *pool
-	store  *store
+// fleet is a pool's part in a fleet.
+type fleet struct{ *shedding.Fleet }
+
+// Destruct implements caddy.Destructor: it withdraws the instance.
+func (f *fleet) Destruct() error {
+	f.Close()
+	return nil
+}
+
+// syncFleet returns how a pool's fleet reaches its state, nil where this process
+// is all there is.
+func (s *store) syncFleet(pool string) shedding.SyncFunc {
+	redis, ok := s.Store.(*limiters.Redis)
+	if !ok {
+		return nil
+	}
+	return func(ctx context.Context, request shedding.SyncRequest) (shedding.SyncReply, error) {
+		reply, err := redis.SyncFleet(ctx, pool, request.Args())
+		if err != nil {
+			return shedding.SyncReply{}, err
+		}
+		return shedding.ParseSyncReply(reply)
+	}
+}
+
+// shared is one reference to a pool, its store and its part in the fleet.
+type shared struct {
+	pool  *pool
+	store *store
+	fleet *fleet
+	keys  fleetKey
+}
+
+// share takes a reference to what the handlers of a pool share, which it makes
+// if need be. It does not dial.
+func (a *App) share(name string) (*shared, error) {
+	s := &shared{keys: fleetKey{a.storeKey, name}}
+	p, _, err := pools.LoadOrNew(name, func() (caddy.Destructor, error) { return newPool(name) })
+	if err != nil {
+		return nil, err
+	}
+	st, _, err := stores.LoadOrNew(a.storeKey, a.newStore)
+	if err != nil {
+		_, _ = pools.Delete(name)
+		return nil, err
+	}
+	s.pool, s.store = p.(*pool), st.(*store)
+	f, _, err := fleets.LoadOrNew(s.keys, func() (caddy.Destructor, error) {
+		return &fleet{shedding.NewFleet(s.store.syncFleet(name), slogger(name))}, nil
+	})
+	if err != nil {
+		_, _ = stores.Delete(a.storeKey)
+		_, _ = pools.Delete(name)
+		return nil, err
+	}
+	s.fleet = f.(*fleet)
+	return s, nil
+}
+
+// release lets the reference go. The fleet comes first: it withdraws through
+// the store.
+func (s *shared) release() {
+	_, _ = fleets.Delete(s.keys)
+	_, _ = stores.Delete(s.keys.store)
+	_, _ = pools.Delete(s.keys.pool)
+}
+
+// attachment is a handler's hold on what its pool shares: one reference of the
+// config, and one of each request in progress. The last to let go releases it.
+type attachment struct {
+	*shared
+	refs   atomic.Int64
 	limits []*poolLimit // of Handler.limits, in their order
 }
 
-// attach makes an attachment with one reference. It does not dial.
+// attach makes an attachment with one reference.
 func (h *Handler) attach() (*attachment, error) {
-	p, _, err := pools.LoadOrNew(h.Pool, func() (caddy.Destructor, error) { return newPool(h.Pool) })
+	s, err := h.app.share(h.Pool)
 	if err != nil {
 		return nil, err
 	}
-	s, _, err := stores.LoadOrNew(h.app.storeKey, h.app.newStore)
-	if err != nil {
-		_, _ = pools.Delete(h.Pool)
-		return nil, err
-	}
-	a := &attachment{poolName: h.Pool, storeKey: h.app.storeKey, pool: p.(*pool), store: s.(*store)}
+	a := &attachment{shared: s}
 	a.refs.Store(1)
 	for _, l := range h.limits {
 		a.limits = append(a.limits, a.pool.limit(l.numbers.limit))
@@ -190,8 +275,7 @@ func (a *attachment) acquire() bool {
 // release lets a reference go.
 func (a *attachment) release() {
 	if a.refs.Add(-1) == 0 {
-		_, _ = pools.Delete(a.poolName)
-		_, _ = stores.Delete(a.storeKey)
+		a.shared.release()
 	}
 }
 
@@ -208,12 +292,23 @@ func snapshot() gaugeSnapshot {
 	pools.Range(func(_, value any) bool {
 		p := value.(*pool)
 		p.mu.Lock()
-		limits := p.shown
+		limits := slices.Clone(p.shown)
 		p.mu.Unlock()
-		s.pools = append(s.pools, poolGauges{
-			pool: p.name, limits: limits,
-			critical: p.critical.Load(), nonCritical: p.nonCritical.Load(),
-		})
+		g := poolGauges{pool: p.name, critical: p.critical.Load(), nonCritical: p.nonCritical.Load()}
+		if modes := p.shedders.Load(); modes != nil {
+			if modes.workers != nil {
+				status := p.workers.Status()
+				g.workers = &status
+				limits = append(limits, modes.workers.gauge("workers"))
+			}
+			if modes.fleet != nil {
+				status := modes.of.Status()
+				g.fleet = &status
+				limits = append(limits, modes.fleet.gauge("fleet"))
+			}
+		}
+		g.limits = limits
+		s.pools = append(s.pools, g)
 		return true
 	})
 	slices.SortFunc(s.pools, func(a, b poolGauges) int { return cmp.Compare(a.pool, b.pool) })

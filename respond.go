@@ -47,24 +47,40 @@ type verdict struct {
 	// The dark limit that would have denied, if any.
 	wouldReject *limitVerdict
 
-	// Every enforced limit that applied, for the RateLimit fields.
+	// Every limit that applied, grouped by identity.
 	limits []limitVerdict
+
+	// The shedder that gave the request up, fleet or workers, the level of the
+	// workers at that time, and the dark one that would have.
+	shedBy    string
+	level     shedding.Level
+	wouldShed string
 
 	retryAfter int  // seconds, on rejections: what Retry-After says; reject sets it
 	closed     bool // on_store_error closed turned the store error into a 503
 
 	latest *verdict // of a later handler on the request's way; see annotate
+
+	// Room for what most requests need, in one piece.
+	few       [3]limitVerdict
+	fewChecks [3]limiters.Check
+	fewAsks   [2]limiters.Ask
 }
 
 // limitVerdict is what one limit said.
 type limitVerdict struct {
 	limit    *limiters.Limit
+	index    int // in Handler.limits
+	identity limiters.Identity
 	words    *limitWords // newLimitWords(limit), made once at Provision
 	source   string      // key source word for messages: "API key", "client address", "identity"
 	endpoint bool        // the limit has matchers
 	dark     bool        // it only counts
 	result   limiters.Result
 }
+
+// shown reports whether the RateLimit fields tell of the limit.
+func (l *limitVerdict) shown() bool { return !l.dark && l.result.Outcome != limiters.Unknown }
 
 // rejects reports whether the request ends here.
 func (v *verdict) rejects() bool {
@@ -94,6 +110,7 @@ func (v *verdict) reason() string {
 const (
 	codeRateLimit   = "rate_limit"
 	codeUnavailable = "limiter_unavailable"
+	codeOverloaded  = "overloaded"
 )
 
 // apiError is a rejection in the form of Stripe's API, which every client
@@ -111,13 +128,16 @@ type apiError struct {
 func (h *Handler) reject(w http.ResponseWriter, r *http.Request, v *verdict, u float64) error {
 	header := w.Header()
 	var e apiError
-	if v.closed {
+	switch {
+	case v.closed:
 		v.retryAfter = retryAfter(0, u)
 		e = apiError{
 			status: http.StatusServiceUnavailable, kind: "api_error", code: codeUnavailable,
 			message: "The request cannot be checked against its limits at the moment. Retry after " + count(int64(v.retryAfter), "second") + ".",
 		}
-	} else {
+	case v.outcome == outcomeShed:
+		e = h.overloaded(header, v, u)
+	default:
 		e = h.deny(header, v, u)
 	}
 	// A 503 of ours is a decision, and counted: not an ERROR line a request,
@@ -126,7 +146,9 @@ func (h *Handler) reject(w http.ResponseWriter, r *http.Request, v *verdict, u f
 		caddyhttp.SetVar(r.Context(), caddyhttp.LogLevelVar, "INFO")
 	}
 	header.Set("Cache-Control", "no-store")
-	header.Set("Retry-After", strconv.Itoa(v.retryAfter))
+	if v.retryAfter > 0 {
+		header.Set("Retry-After", strconv.Itoa(v.retryAfter))
+	}
 	if header.Get("Request-Id") == "" {
 		if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
 			id, _ := repl.GetString("http.request.uuid")
@@ -145,6 +167,25 @@ func (h *Handler) reject(w http.ResponseWriter, r *http.Request, v *verdict, u f
 		_, _ = w.Write(body)
 	}
 	return nil
+}
+
+// overloaded returns the 503 of a request that was shed. The more is shed, the
+// longer and the wider clients are spread; test traffic is told not to return
+// by itself at all, because a library's retries are load, too. Nothing tells how
+// much the fleet can serve.
+func (h *Handler) overloaded(header http.Header, v *verdict, u float64) apiError {
+	e := apiError{
+		status: http.StatusServiceUnavailable, kind: "api_error", code: codeOverloaded,
+		message: "The API has too much to do at the moment and serves more important requests first.",
+	}
+	if h.ShouldRetry == "auto" && v.criticality == shedding.TestMode {
+		header.Set("Stripe-Should-Retry", "false")
+		return e
+	}
+	most := 2 + 8*max(0, min(1, float64(v.level)))
+	v.retryAfter = 1 + int(most*u)
+	e.message += " Retry after " + count(int64(v.retryAfter), "second") + "."
+	return e
 }
 
 // deny sets the fields of a 429 and returns the rest of it.
@@ -301,7 +342,7 @@ func count(n int64, word string) string {
 // section 4.2). Where its fields are of another draft, `header_down
 // -RateLimit*` in reverse_proxy keeps them out.
 func setRateLimitFields(header http.Header, limits []limitVerdict) {
-	rejected := slices.ContainsFunc(limits, func(l limitVerdict) bool { return l.result.Outcome == limiters.Denied })
+	rejected := slices.ContainsFunc(limits, func(l limitVerdict) bool { return l.shown() && l.result.Outcome == limiters.Denied })
 	var array [256]byte
 	text := array[:0]
 	for i := range limits {
@@ -312,7 +353,7 @@ func setRateLimitFields(header http.Header, limits []limitVerdict) {
 	}
 	policy := len(text)
 	for i := range limits {
-		if limits[i].result.Outcome != limiters.Unknown {
+		if limits[i].shown() {
 			if len(text) > policy {
 				text = append(text, ", "...)
 			}
@@ -335,7 +376,7 @@ func setRateLimitFields(header http.Header, limits []limitVerdict) {
 // appendRemaining appends the limit's item of RateLimit.
 func (l *limitVerdict) appendRemaining(text []byte, rejected bool) []byte {
 	denied := l.result.Outcome == limiters.Denied
-	if l.result.Outcome == limiters.Unknown {
+	if !l.shown() {
 		return text
 	}
 	if len(text) > 0 {

@@ -133,9 +133,13 @@ func newRedis(o RedisOptions) *Redis {
 func (r *Redis) Admit(ctx context.Context, asks []Ask) (Admission, error) {
 	// A client that goes away does not cancel the call: its answer is needed
 	// to know what was taken, and a cut connection costs more than the reply.
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.timeout)
-	defer cancel()
 	start := time.Now()
+	deadline := start.Add(r.timeout)
+	if d, ok := ctx.Deadline(); ok && d.Before(deadline) {
+		deadline = d
+	}
+	ctx, cancel := context.WithDeadline(context.WithoutCancel(ctx), deadline)
+	defer cancel()
 
 	calls := make([]admitCall, len(asks))
 	todo := make([]*scriptCall, len(asks))

@@ -1,0 +1,344 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package striperatelimit
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"net/http"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
+)
+
+// FleetShedder keeps a part of the whole fleet's capacity for critical
+// requests: no more non-critical ones are in progress than the rest.
+type FleetShedder struct {
+	// How many requests the whole fleet can serve at once. Required unless
+	// `auto` is set.
+	Capacity int64 `json:"capacity,omitempty"`
+
+	// Take the sum of the worker counts of all instances as the capacity.
+	Auto bool `json:"auto,omitempty"`
+
+	// The percentage of the capacity that is kept for critical requests, 0 to
+	// 100. Required.
+	Reserve *float64 `json:"reserve"`
+
+	// How the shedder is applied (default: enforced).
+	Mode *Mode `json:"mode,omitempty"`
+}
+
+// WorkerShedder sheds requests of an instance that has too much to do, slowly
+// and the least critical first.
+type WorkerShedder struct {
+	// How many requests this instance can serve at once. Required unless there
+	// is another source of utilization.
+	Count int64 `json:"count,omitempty"`
+
+	// The utilization, in percent, below which the instance recovers (default
+	// 70).
+	Good float64 `json:"good,omitempty"`
+
+	// The utilization, in percent, above which it sheds more and more (default
+	// 80). Between good and bad nothing changes.
+	Bad float64 `json:"bad,omitempty"`
+
+	// How long full overload must last before the first request is shed
+	// (default 28s).
+	Grace *caddy.Duration `json:"grace,omitempty"`
+
+	// How long it takes from there to shed everything but critical requests
+	// (default 120s).
+	Ramp caddy.Duration `json:"ramp,omitempty"`
+
+	// Where the utilization comes from (default: requests in progress of the
+	// count).
+	UtilizationRaw json.RawMessage `json:"utilization,omitempty" caddy:"namespace=stripe_ratelimit.utilization inline_key=source"`
+
+	// How the shedder is applied (default: enforced).
+	Mode *Mode `json:"mode,omitempty"`
+}
+
+// validate returns the first mistake in what the shedder says by itself.
+func (f *FleetShedder) validate() error {
+	switch {
+	case f.Auto && f.Capacity != 0:
+		return errors.New("fleet has a capacity and auto; choose one")
+	case !f.Auto && f.Capacity < 1:
+		return fmt.Errorf("fleet %d; at least 1 is needed (or auto)", f.Capacity)
+	case f.Reserve == nil:
+		return errors.New("fleet has no reserve; write what part of the capacity is kept for critical requests, such as reserve 20%")
+	case !(*f.Reserve >= 0 && *f.Reserve <= 100):
+		return fmt.Errorf("fleet has a reserve of %v, which is not between 0 and 100 percent", *f.Reserve)
+	}
+	return f.Mode.validate()
+}
+
+// settings returns the numbers of a valid shedder.
+func (f *FleetShedder) settings(workers *WorkerShedder) shedding.FleetSettings {
+	s := shedding.FleetSettings{Capacity: f.Capacity, Reserve: *f.Reserve}
+	if workers != nil {
+		s.Workers = workers.Count
+	}
+	return s
+}
+
+// validateShedders checks the shedders of a handler and what they need of it.
+func (h *Handler) validateShedders() error {
+	if h.Workers != nil {
+		if err := h.Workers.validate(); err != nil {
+			return err
+		}
+	}
+	if h.Fleet == nil {
+		return nil
+	}
+	if err := h.Fleet.validate(); err != nil {
+		return err
+	}
+	switch {
+	case len(h.CriticalRaw) == 0:
+		return errors.New("fleet without critical: nothing would use the reserve; say with critical which requests it is for")
+	case h.Fleet.Auto && (h.Workers == nil || h.Workers.Count == 0):
+		return errors.New("fleet auto without workers <n>: the capacity is the sum of the instances' workers")
+	}
+	return h.Fleet.settings(h.Workers).Validate()
+}
+
+// validate returns the first mistake in what the shedder says by itself.
+func (w *WorkerShedder) validate() error {
+	switch {
+	case w.Count < 0:
+		return fmt.Errorf("workers %d; at least 1 is needed", w.Count)
+	case w.Count == 0 && w.UtilizationRaw == nil:
+		return errors.New("workers without a number; write how many requests this instance can serve at once, such as workers 64, or another source of utilization")
+	}
+	if err := w.settings().Ramp.Validate(); err != nil {
+		return fmt.Errorf("workers: %w", err)
+	}
+	return w.Mode.validate()
+}
+
+// settings returns the numbers with their defaults.
+func (w *WorkerShedder) settings() shedding.WorkersSettings {
+	ramp := shedding.DefaultRamp()
+	if w.Good != 0 {
+		ramp.Good = w.Good / 100
+	}
+	if w.Bad != 0 {
+		ramp.Bad = w.Bad / 100
+	}
+	if w.Grace != nil {
+		ramp.Grace = time.Duration(*w.Grace)
+	}
+	if w.Ramp != 0 {
+		ramp.Ramp = time.Duration(w.Ramp)
+	}
+	return shedding.WorkersSettings{Count: w.Count, Ramp: ramp}
+}
+
+// shedders are the shedders of one pool, as one config has them.
+type shedders struct {
+	fleet   *FleetShedder
+	workers *WorkerShedder
+	source  UtilizationSource // of workers; nil: in flight
+
+	said map[string]string // the configuration of each, for comparison
+}
+
+// declareShedders notes the shedders of a handler, which must be the same in
+// every handler of the pool that has them.
+func (a *App) declareShedders(ctx caddy.Context, h *Handler) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	s := a.shedders[h.Pool]
+	if s == nil {
+		s = &shedders{said: map[string]string{}}
+		a.shedders[h.Pool] = s
+	}
+	if h.Fleet != nil {
+		if _, err := s.say(h.Pool, "fleet", h.Fleet); err != nil {
+			return err
+		}
+		s.fleet = h.Fleet
+	}
+	if h.Workers == nil {
+		return nil
+	}
+	again, err := s.say(h.Pool, "workers", h.Workers)
+	if err != nil || again {
+		return err
+	}
+	s.workers = h.Workers
+	if h.Workers.UtilizationRaw == nil {
+		return nil
+	}
+	loaded, err := ctx.LoadModule(h.Workers, "UtilizationRaw")
+	if err != nil {
+		return fmt.Errorf("utilization: %w", err)
+	}
+	// in_flight is what the shedder does by itself.
+	if source, ok := loaded.(UtilizationSource); ok {
+		s.source = source
+	} else if h.Workers.Count == 0 {
+		return errors.New("workers by requests in flight need a number; write how many this instance can serve at once, such as workers 64")
+	}
+	return nil
+}
+
+// say compares what a handler says of a shedder with what another has said,
+// and reports whether one has.
+func (s *shedders) say(pool, kind string, config any) (again bool, err error) {
+	text, err := json.Marshal(config)
+	if err != nil {
+		return false, err
+	}
+	said, again := s.said[kind]
+	if again && said != string(text) {
+		return true, fmt.Errorf("%s of pool %q is %s in one handler and %s in another; say it once, the other handlers of the pool inherit it",
+			kind, pool, said, text)
+	}
+	s.said[kind] = string(text)
+	return again, nil
+}
+
+// summary says in words what the shedders do.
+func (s *shedders) summary() []string {
+	var parts []string
+	if f := s.fleet; f != nil {
+		text := fmt.Sprintf("as many in progress fleet-wide as there are workers, less %v%% for non-critical", *f.Reserve)
+		if !f.Auto {
+			text = fmt.Sprintf("%d in progress fleet-wide, %d for non-critical", f.Capacity, f.settings(s.workers).Allocation())
+		}
+		parts = append(parts, text+modeSuffix(f.Mode.strength()))
+	}
+	if w := s.workers; w != nil {
+		text := fmt.Sprintf("%d on this instance", w.Count)
+		if s.source != nil {
+			text = "as many on this instance as its utilization allows"
+		}
+		parts = append(parts, text+modeSuffix(w.Mode.strength()))
+	}
+	return parts
+}
+
+// shedderModes are the shedders of a pool in the running config. They are
+// immutable.
+type shedderModes struct {
+	fleet, workers *shedderMode // nil: there is none
+	of             *fleet
+}
+
+// shedderMode is how one shedder is applied.
+type shedderMode struct {
+	mode    *Mode
+	metrics *shedderMetrics
+}
+
+func (m *shedderMode) gauge(kind string) limitGauge {
+	return limitGauge{kind: kind, name: kind, source: "config", strength: m.mode.strength()}
+}
+
+// commitShedders puts the shedders of a config in force, which has started.
+// The state of one that the config has no more stays, but nobody asks it.
+func (s *shared) commitShedders(config *shedders) {
+	modes := &shedderModes{of: s.fleet}
+	if w := config.workers; w != nil {
+		settings := w.settings()
+		if config.source != nil {
+			unknown := utilizationUnknown.WithLabelValues(s.pool.name)
+			settings.Utilization = func() float64 {
+				u := config.source.Utilization()
+				if math.IsNaN(u) {
+					unknown.Inc()
+				}
+				return u
+			}
+		}
+		s.pool.workers.Set(settings)
+		modes.workers = &shedderMode{w.Mode, newShedderMetrics(s.pool.name, "workers")}
+	}
+	if f := config.fleet; f != nil {
+		settings := f.settings(config.workers)
+		settings.Timeout = s.store.timeout
+		s.fleet.Set(settings)
+		modes.fleet = &shedderMode{f.Mode, newShedderMetrics(s.pool.name, "fleet")}
+	}
+	s.pool.shedders.Store(modes)
+}
+
+// shed asks the shedders, first the one that needs nobody, and reports whether
+// one sheds the request. If the fleet had to be asked for a slot, ctx ends when
+// the time for all store work of the request is over.
+func (h *Handler) shed(a *attachment, modes *shedderModes, ctx *context.Context, r *http.Request, v *verdict, t *taken) (shed bool, cancel context.CancelFunc) {
+	cancel = func() {}
+	if w := modes.workers; w != nil && min(h.Mode.strength(), w.mode.strength()) > 0 {
+		dark := h.Mode.dark(v.identity) || w.mode.dark(v.identity)
+		would := a.pool.workers.Shed(v.criticality, rand.Float64())
+		w.metrics.decision(dark, would)
+		if would && v.shed(a, "workers", dark) {
+			return true, cancel
+		}
+	}
+	f := modes.fleet
+	// What upgrades its connection may last for days: it holds no slot.
+	if f == nil || isUpgrade(r) || min(h.Mode.strength(), f.mode.strength()) == 0 {
+		return false, cancel
+	}
+	dark := h.Mode.dark(v.identity) || f.mode.dark(v.identity)
+	got := a.fleet.TryAcquire(v.criticality)
+	var err error
+	if !got {
+		*ctx, cancel = context.WithTimeout(*ctx, a.store.timeout)
+		got, err = a.fleet.Acquire(*ctx, v.criticality)
+	}
+	if got {
+		t.slot = v.criticality
+	}
+	if err != nil { // the client has gone, or the store has: no reason to shed
+		f.metrics.failed(dark)
+		return false, cancel
+	}
+	f.metrics.decision(dark, !got)
+	return !got && v.shed(a, "fleet", dark), cancel
+}
+
+// shed notes that a shedder gives the request up, and reports whether that is
+// enforced.
+func (v *verdict) shed(a *attachment, kind string, dark bool) bool {
+	if dark {
+		v.wouldShed = kind
+		return false
+	}
+	v.outcome, v.shedBy, v.level = outcomeShed, kind, a.pool.workers.Level()
+	return true
+}
+
+// isUpgrade reports whether the request wants another protocol on its
+// connection, such as WebSocket.
+func isUpgrade(r *http.Request) bool { return r.Header.Get("Upgrade") != "" }
+
+// enter counts a request that goes on to the next handler, until the function
+// that it returns is called.
+func (p *pool) enter(r *http.Request, c shedding.Criticality) (leave func()) {
+	if isUpgrade(r) {
+		return func() {}
+	}
+	counter := &p.nonCritical
+	if c == shedding.Critical {
+		counter = &p.critical
+	}
+	counter.Add(1)
+	p.workers.Enter()
+	return func() {
+		p.workers.Leave()
+		counter.Add(-1)
+	}
+}

@@ -28,6 +28,7 @@ func (r *Redis) safely(operation string, work func() error) (err error) {
 	defer func() {
 		if v := recover(); v != nil {
 			err = fmt.Errorf("%w in %s: %v\n%s", errPanic, operation, v, debug.Stack())
+			defer func() { _ = recover() }() // observe may be the culprit
 			r.observe(operation, 0, err)
 		}
 	}()

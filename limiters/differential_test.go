@@ -173,6 +173,8 @@ func (d *differential) admit() string {
 	local := time.Now()
 	call := d.redis.admitCall(local, a)
 	d.redis.run(ctx, &call.scriptCall)
+	released := call.ended
+	d.redis.acknowledge(&call)
 	got := Admission{Allowed: true, Results: make([]Result, 0, len(a.Checks))}
 	if err := d.redis.conclude(local, &call, &got); err != nil {
 		d.t.Fatal(err)
@@ -182,7 +184,7 @@ func (d *differential) admit() string {
 		d.t.Fatalf("the script's time: got %d, want %d", call.reply[0], now)
 	}
 
-	for _, l := range call.ended {
+	for _, l := range released {
 		d.shard.release(now, l.key, l.id)
 		delete(d.pending, l)
 	}

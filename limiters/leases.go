@@ -109,23 +109,28 @@ func (l *lease) wants(now time.Time) bool {
 }
 
 // endedOf returns at most n leases of a key that want a release at now, others
-// each time if there are more.
-func (t *leaseTable) endedOf(now time.Time, key stateKey, n int) []*lease {
+// each time if there are more, and whether there are.
+func (t *leaseTable) endedOf(now time.Time, key stateKey, n int) (some []*lease, more bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	all := t.ended[key]
 	if len(all) == 0 {
-		return nil
+		return nil, false
 	}
-	n = min(n, len(all))
-	some := make([]*lease, 0, n)
-	for i := range n {
-		if l := all[(t.turn+i)%len(all)]; l.wants(now) {
-			some = append(some, l)
+	some = make([]*lease, 0, min(n, len(all)))
+	for i := range min(4*n, len(all)) { // not all, if few of very many want it
+		l := all[(t.turn+i)%len(all)]
+		if !l.wants(now) {
+			continue
 		}
+		if len(some) == n {
+			more = true
+			break
+		}
+		some = append(some, l)
 	}
-	t.turn += n
-	return some
+	t.turn += len(some)
+	return some, more
 }
 
 // acknowledged notes that Redis has applied a release sent at sent.

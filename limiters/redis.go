@@ -147,7 +147,17 @@ func (r *Redis) Admit(ctx context.Context, asks []Ask) (Admission, error) {
 		calls[i] = r.admitCall(start, ask)
 		todo[i] = &calls[i].scriptCall
 	}
-	r.run(ctx, todo...)
+	for len(todo) > 0 {
+		r.run(ctx, todo...)
+		todo = todo[:0]
+		for i := range calls {
+			c := &calls[i]
+			if r.acknowledge(c); c.unfair && ctx.Err() == nil {
+				*c = r.admitCall(time.Now(), c.ask)
+				todo = append(todo, &c.scriptCall)
+			}
+		}
+	}
 
 	adm := Admission{Allowed: true, Results: make([]Result, 0, total(asks))}
 	var failed error
@@ -170,6 +180,11 @@ type admitCall struct {
 	ask   Ask
 	id    uint64   // of the leases to take
 	ended []*lease // releases that it applies on its way
+	more  bool     // there were too many
+
+	// It was denied for want of a slot which this very process has freed, but
+	// without saying so to Redis. Nothing was taken, so it may ask again.
+	unfair bool
 }
 
 func (r *Redis) admitCall(now time.Time, ask Ask) admitCall {
@@ -191,12 +206,13 @@ func (r *Redis) admitCall(now time.Time, ask Ask) admitCall {
 		c.args = append(c.args, l.args...)
 		c.args = append(c.args, bit(check.Dark))
 		if l.Kind == Concurrency {
-			ended := r.leases.endedOf(now, l.stateKey(ask.Identity), maxPiggyback)
+			ended, more := r.leases.endedOf(now, l.stateKey(ask.Identity), maxPiggyback)
 			c.args = append(c.args, len(ended))
 			for _, e := range ended {
 				c.args = append(c.args, r.member(e))
 			}
 			c.ended = append(c.ended, ended...)
+			c.more = c.more || more
 		}
 	}
 	return c
@@ -219,6 +235,21 @@ func (r *Redis) member(l *lease) string {
 	return r.leaseName(l.id) + strconv.FormatInt(l.length.Microseconds(), 10)
 }
 
+// acknowledge notes what a call that is over has released.
+func (r *Redis) acknowledge(c *admitCall) {
+	c.unfair = false
+	if c.err != nil || len(c.reply) != 1+2*len(c.ask.Checks) {
+		return
+	}
+	r.leases.acknowledged(c.sent, c.ended)
+	for i, check := range c.ask.Checks {
+		if c.more && check.Limit.Kind == Concurrency && c.reply[1+2*i] == replyDenied {
+			c.unfair = true
+		}
+	}
+	c.ended, c.more = nil, false
+}
+
 // conclude reads the answer of a call, which was made at start, into adm.
 func (r *Redis) conclude(start time.Time, c *admitCall, adm *Admission) error {
 	results := adm.Results[len(adm.Results):][:len(c.ask.Checks)]
@@ -234,7 +265,6 @@ func (r *Redis) conclude(start time.Time, c *admitCall, adm *Admission) error {
 		}
 	}
 	if c.err == nil {
-		r.leases.acknowledged(c.sent, c.ended)
 		adm.Allowed = adm.Allowed && allowed
 		if !allowed {
 			return nil

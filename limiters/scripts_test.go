@@ -84,7 +84,7 @@ func TestAdmitScript_Header(t *testing.T) {
 		if got, want := len(c.reply), len(reply)+3*len(answer); got != want {
 			t.Errorf("reply has %d integers, want %d", got, want)
 		}
-		r.leases.acknowledged(time.Now(), c.ended)
+		r.acknowledge(&c)
 	}
 }
 

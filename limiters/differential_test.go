@@ -226,7 +226,7 @@ func (d *differential) release() string {
 }
 
 func (d *differential) flush() string {
-	if err := d.redis.flush(true); err != nil {
+	if err := d.redis.flush(time.Now().Add(patience), true); err != nil {
 		d.t.Fatal(err)
 	}
 	now := d.time()

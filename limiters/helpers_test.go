@@ -140,7 +140,7 @@ func (s *redisStage) release(at time.Duration, adm Admission) {
 
 func (s *redisStage) flush() {
 	s.t.Helper()
-	if err := s.r.flush(true); err != nil {
+	if err := s.r.flush(time.Now().Add(patience), true); err != nil {
 		s.t.Fatalf("flush: %v", err)
 	}
 }

@@ -64,8 +64,9 @@ type Redis struct {
 	base   time.Time
 	clocks sync.Map // address of a node -> *serverClock
 
-	stop chan struct{}
-	done sync.WaitGroup
+	stop    chan struct{}
+	closeBy time.Time // when Close must be done; set before stop is closed
+	done    sync.WaitGroup
 }
 
 // NewRedis returns a store on Redis. It does not connect: the first operation does.
@@ -294,9 +295,10 @@ func (r *Redis) Release(adm Admission) {
 	r.leases.end(time.Now(), false, adm.leases...)
 }
 
-// Close implements Store. It waits for background work, a second or so if Redis
-// does not answer.
+// Close implements Store. It waits for background work: if Redis does not
+// answer, a second.
 func (r *Redis) Close() error {
+	r.closeBy = time.Now().Add(backgroundTimeout)
 	close(r.stop)
 	r.done.Wait()
 	if r.cluster != nil {

@@ -43,27 +43,36 @@ func (r *Redis) flushLoop() {
 	ticker := time.NewTicker(renewEvery)
 	defer ticker.Stop()
 	wake := r.leases.wake
-	for {
+	for !r.stopped() {
 		all := true
 		select {
 		case <-wake:
 			all = false
 		case <-ticker.C:
 		case <-r.stop:
-			_ = r.safely("release", func() error { return r.flush(true) })
-			return
+			continue
 		}
 		wake = r.leases.wake
-		if r.safely("release", func() error { return r.flush(all) }) != nil {
+		if r.safely("release", func() error { return r.flush(time.Now().Add(backgroundTimeout), all) }) != nil {
 			wake = nil // no hurry any more
 		}
+	}
+	_ = r.safely("release", func() error { return r.flush(r.closeBy, true) })
+}
+
+func (r *Redis) stopped() bool {
+	select {
+	case <-r.stop:
+		return true
+	default:
+		return false
 	}
 }
 
 // flush sends the releases of the queue, or with all every one, once. The error
-// is that of a node that did not answer.
-func (r *Redis) flush(all bool) error {
-	ctx, cancel := context.WithTimeout(context.Background(), backgroundTimeout)
+// is that of a server that did not answer.
+func (r *Redis) flush(deadline time.Time, all bool) error {
+	ctx, cancel := context.WithDeadline(context.Background(), deadline)
 	defer cancel()
 	for more := true; more; all = false {
 		start := time.Now()
@@ -134,10 +143,9 @@ func (r *Redis) release(ctx context.Context, now time.Time, leases []*lease) (fa
 func (r *Redis) renewLoop() {
 	ticker := time.NewTicker(renewEvery)
 	defer ticker.Stop()
-	for {
+	for !r.stopped() {
 		select {
 		case <-r.stop:
-			return
 		case <-ticker.C:
 			_ = r.safely("renew", r.renew)
 		}
@@ -168,6 +176,9 @@ func (r *Redis) renew() error {
 		}
 	}
 	for round := range slices.Chunk(calls, roundSize/batchSize) {
+		if r.stopped() {
+			break
+		}
 		r.renewRound(round)
 	}
 	return nil

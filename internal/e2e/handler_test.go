@@ -294,7 +294,7 @@ func TestEnforceShare(t *testing.T) {
 	if again, _ := enforced(start(t, share(25))); again != quarter {
 		t.Errorf("another instance enforces for others:\n%v\n%v", again, quarter)
 	}
-	c.load(t, share(60))
+	c = c.load(t, share(60))
 	most, n := enforced(c)
 	t.Logf("then for %d", n)
 	for i := range keys {

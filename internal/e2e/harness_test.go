@@ -80,12 +80,16 @@ func start(t testing.TB, c config) *caddy {
 	return &caddy{caddyproc.Start(t, c.caddyfile(port)), port}
 }
 
-// load replaces the config.
-func (c *caddy) load(t testing.TB, cfg config) {
+// load replaces the config and returns the Caddy with the new one. Its site is on
+// a new port: on the old one a moment's connections may still reach the server
+// of the old config, or be lost with it, as Caddy does it.
+func (c *caddy) load(t testing.TB, cfg config) *caddy {
 	t.Helper()
-	if status, body := c.Load(t, cfg.caddyfile(c.port)); status != http.StatusOK {
+	port := caddyproc.FreePort(t)
+	if status, body := c.Load(t, cfg.caddyfile(port)); status != http.StatusOK {
 		t.Fatalf("load: got %d %s, want 200", status, body)
 	}
+	return &caddy{c.Process, port}
 }
 
 func (c *caddy) addr() string { return "127.0.0.1:" + strconv.Itoa(c.port) }

@@ -57,17 +57,17 @@ func TestReload_Rate(t *testing.T) {
 			t.Errorf("after a rejected config: RateLimit %q, want r=5", a.field("RateLimit"))
 		}
 
-		c.load(t, rate("10/h burst 3")) // lower: what was more is cut
+		c = c.load(t, rate("10/h burst 3")) // lower: what was more is cut
 		c.get(t, "/", drained...).want(t, http.StatusTooManyRequests)
 		passes(t, c, 3, partly)
 		passes(t, c, 3, full)
 
-		c.load(t, rate("10/h burst 20")) // higher: only what flows in is new
+		c = c.load(t, rate("10/h burst 20")) // higher: only what flows in is new
 		c.get(t, "/", drained...).want(t, http.StatusTooManyRequests)
 		c.get(t, "/", full...).want(t, http.StatusTooManyRequests)
 		passes(t, c, 20, bearer("sk_live_new"))
 
-		c.load(t, rate("10000000/h burst 20")) // some 3 a millisecond
+		c = c.load(t, rate("10000000/h burst 20")) // some 3 a millisecond
 		for range 10 {
 			c.get(t, "/", drained...).want(t, http.StatusOK)
 		}
@@ -88,12 +88,12 @@ func TestReload_Mode(t *testing.T) {
 		c := start(t, mode("enforce"))
 		passes(t, c, 3, key)
 		for m := range strings.FieldsSeq("dark off") {
-			c.load(t, mode(m))
+			c = c.load(t, mode(m))
 			for range 5 {
 				c.get(t, "/", key...).want(t, http.StatusOK)
 			}
 		}
-		c.load(t, mode("enforce"))
+		c = c.load(t, mode("enforce"))
 		c.get(t, "/", key...).want(t, http.StatusTooManyRequests)
 	})
 }

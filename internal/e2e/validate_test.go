@@ -105,7 +105,7 @@ func TestConfigNeverDials(t *testing.T) {
 		hole := newBlackHole(t)
 		cfg.redis = hole.addr
 		c := start(t, cfg)
-		c.load(t, cfg)
+		c = c.load(t, cfg)
 		bad := cfg
 		bad.site += "\n tls no-such-cert.pem no-such-key.pem"
 		if status, body := c.Load(t, bad.caddyfile(c.port)); status == http.StatusOK {

@@ -38,17 +38,20 @@ type denialShard struct {
 	denials map[denialKey]denial
 }
 
-// denialKey has the numbers of the limit in it: a denial says nothing about
-// others.
+// denialKey has the numbers of a bucket in it: its denial says nothing about
+// others. A refusal of a concurrency limit is one for each identity, with the
+// number in it, so that the end of a lease that another number admitted forgets
+// it, too.
 type denialKey struct {
 	state    stateKey
-	capacity int64
+	capacity int64 // of a bucket
 	requests int64
 }
 
 type denial struct {
-	until time.Time
-	cost  int64
+	until    time.Time
+	cost     int64
+	capacity int64
 }
 
 // NewDenials returns an empty memory.
@@ -116,7 +119,7 @@ func (d *Denials) Ended(adm Admission) {
 	for _, l := range adm.leases {
 		shard := d.shard(l.key.identity)
 		shard.mu.Lock()
-		delete(shard.denials, denialKey{state: l.key, capacity: l.capacity})
+		delete(shard.denials, denialKey{state: l.key})
 		shard.mu.Unlock()
 	}
 }
@@ -144,7 +147,11 @@ func (d *Denials) shard(id Identity) *denialShard {
 }
 
 func (l *Limit) denialKey(id Identity) denialKey {
-	return denialKey{state: l.stateKey(id), capacity: l.Capacity, requests: l.Requests}
+	key := denialKey{state: l.stateKey(id)}
+	if l.Kind == Rate {
+		key.capacity, key.requests = l.Capacity, l.Requests
+	}
+	return key
 }
 
 func (s *denialShard) denied(now time.Time, id Identity, c Check) (time.Duration, bool) {
@@ -160,7 +167,7 @@ func (s *denialShard) denied(now time.Time, id Identity, c Check) (time.Duration
 	den, ok := s.denials[key]
 	known := now.Before(den.until)
 	switch {
-	case !ok:
+	case !ok, den.capacity != c.Limit.Capacity:
 		return 0, false
 	case c.Limit.Kind == Concurrency:
 		if !known { // this request asks
@@ -183,7 +190,7 @@ func (s *denialShard) learn(now time.Time, id Identity, l *Limit, r Result) {
 		delete(s.denials, key)
 		return
 	}
-	den := denial{until: now.Add(r.RetryAfter), cost: l.Cost}
+	den := denial{until: now.Add(r.RetryAfter), cost: l.Cost, capacity: l.Capacity}
 	if l.Kind == Concurrency {
 		den.until = now.Add(refusalMemory)
 	}

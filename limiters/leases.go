@@ -13,10 +13,9 @@ const maxEnded = 1 << 17
 
 // lease is one taken concurrency slot.
 type lease struct {
-	key      stateKey
-	id       uint64
-	length   time.Duration
-	capacity int64 // of the limit that took it
+	key    stateKey
+	id     uint64
+	length time.Duration
 
 	// Guarded by leaseTable.mu.
 	renewAt  time.Time // when the next renewal is due

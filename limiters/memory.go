@@ -207,7 +207,7 @@ func (s *memoryShard) admit(now int64, ask Ask, id uint64, adm *Admission) bool 
 		} else if take {
 			s.renewLocked(now, key, l.Lease.Microseconds(), id)
 			s.slots[key].purge(now)
-			adm.leases = append(adm.leases, &lease{key: key, id: id, length: l.Lease, capacity: l.Capacity})
+			adm.leases = append(adm.leases, &lease{key: key, id: id, length: l.Lease})
 			st.level++
 		}
 

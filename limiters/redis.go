@@ -275,7 +275,7 @@ func (r *Redis) conclude(start time.Time, c *admitCall, adm *Admission) error {
 	var taken []*lease
 	for i, check := range c.ask.Checks {
 		if l := check.Limit; l.Kind == Concurrency && (c.err != nil || results[i].Outcome == Allowed) {
-			taken = append(taken, &lease{key: l.stateKey(c.ask.Identity), id: c.id, length: l.Lease, capacity: l.Capacity})
+			taken = append(taken, &lease{key: l.stateKey(c.ask.Identity), id: c.id, length: l.Lease})
 		}
 	}
 	if c.err != nil {

@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"fmt"
 	"net/http"
 	"strings"
 	"testing"
@@ -71,6 +72,42 @@ func TestReload_Rate(t *testing.T) {
 		for range 10 {
 			c.get(t, "/", drained...).want(t, http.StatusOK)
 		}
+		if addr != "" {
+			c.noStoreErrors(t)
+		}
+	})
+}
+
+// New numbers of a concurrency limit are in force with the answer to the
+// reload, for leases that are held; requests in progress go on.
+func TestReload_Concurrency(t *testing.T) {
+	onStores(t, func(t *testing.T, addr string) {
+		up := newUpstream(t)
+		concurrency := func(n int) config {
+			return config{redis: addr, site: fmt.Sprintf("stripe_ratelimit {\n concurrency %d lease 10m \n}\n reverse_proxy %s", n, up.addr)}
+		}
+		key := bearer("sk_live_held")
+		denied := func(c *caddy) {
+			t.Helper()
+			c.get(t, "/", key...).want(t, http.StatusTooManyRequests)
+		}
+		c := start(t, concurrency(3))
+		first := hold(t, c, up, 3, key)
+		denied(c)
+		c = c.load(t, concurrency(5)) // higher
+		second := hold(t, c, up, 2, key)
+		denied(c)
+		c = c.load(t, concurrency(4)) // lower than what is held
+		denied(c)
+		first.letGo(t, 3)
+		for _, a := range first.answers {
+			a.want(t, http.StatusOK)
+		}
+		third := hold(t, c, up, 2, key) // 2 of the 4 were left
+		denied(c)
+		second.letGo(t, 2)
+		third.letGo(t, 2)
+		c.get(t, "/", key...).want(t, http.StatusOK)
 		if addr != "" {
 			c.noStoreErrors(t)
 		}

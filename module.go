@@ -21,26 +21,28 @@ import (
 
 // Handler limits how many requests each user may make (rate) and have in
 // progress (concurrency), exactly, across every instance that shares a store.
-// A request over its limit is answered with 429 and told when to come back; a
-// request that the limiter itself cannot judge passes.
+// A request over its limit is denied: it is answered with 429 and told when to
+// come back. When the fleet or this instance has too much to do, handlers shed
+// what is less critical, with 503. A request that the handler cannot judge
+// passes.
 //
 // Handlers that name one pool share its state, across sites, servers and
-// config reloads.
+// config reloads. A request enters a pool once.
 //
 // These placeholders are set for later handlers, `handle_errors` and logs; the
 // access log has the same as fields `ratelimit_outcome` and so on:
 //
 // Placeholder | Description
 // ------------|---------------
-// `{http.stripe_ratelimit.outcome}` | `allowed`, `denied` (429), `exempt`, `store_error` or `panic`
+// `{http.stripe_ratelimit.outcome}` | `allowed`, `denied` (429), `shed` (503), `exempt`, `store_error` or `panic`
 // `{http.stripe_ratelimit.pool}` | The pool
-// `{http.stripe_ratelimit.kind}` | The kind of the limit that denied: `rate` or `concurrency`
+// `{http.stripe_ratelimit.kind}` | What denied or shed: `rate`, `concurrency`, `fleet` or `workers`
 // `{http.stripe_ratelimit.limit}` | The name of the limit that denied
 // `{http.stripe_ratelimit.criticality}` | `critical`, `post`, `get` or `test_mode`
 // `{http.stripe_ratelimit.reason}` | Why: `global-rate`, `endpoint-rate`, `global-concurrency` or `endpoint-concurrency`
 // `{http.stripe_ratelimit.retry_after}` | What Retry-After says, in seconds
 // `{http.stripe_ratelimit.identity}` | The keyed hash of who sent the request
-// `{http.stripe_ratelimit.would_reject}` | The dark limit that would have denied
+// `{http.stripe_ratelimit.would_reject}` | The dark limit or shedder that would have rejected, such as `rate/candidate` or `fleet`
 type Handler struct {
 	// The pool whose buckets, leases and counts this handler shares with every
 	// other handler that names it (default `default`).

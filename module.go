@@ -302,7 +302,9 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	if v.rejects() {
 		return h.reject(w, r, v, rand.Float64())
 	}
-	defer a.pool.enter(r, v.criticality)()
+	if a.pool.enter(r, v.criticality) {
+		defer a.pool.leave(v.criticality)
+	}
 	return next.ServeHTTP(w, r)
 }
 

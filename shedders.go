@@ -325,20 +325,28 @@ func (v *verdict) shed(a *attachment, kind string, dark bool) bool {
 // connection, such as WebSocket.
 func isUpgrade(r *http.Request) bool { return r.Header.Get("Upgrade") != "" }
 
-// enter counts a request that goes on to the next handler, until the function
-// that it returns is called.
-func (p *pool) enter(r *http.Request, c shedding.Criticality) (leave func()) {
+// enter counts a request that goes on to the next handler, and reports whether
+// it did: one that upgrades its connection is not counted, for it may last for
+// days.
+func (p *pool) enter(r *http.Request, c shedding.Criticality) bool {
 	if isUpgrade(r) {
-		return func() {}
+		return false
 	}
-	counter := &p.nonCritical
-	if c == shedding.Critical {
-		counter = &p.critical
-	}
-	counter.Add(1)
+	p.count(c, 1)
 	p.workers.Enter()
-	return func() {
-		p.workers.Leave()
-		counter.Add(-1)
+	return true
+}
+
+// leave takes back one enter.
+func (p *pool) leave(c shedding.Criticality) {
+	p.workers.Leave()
+	p.count(c, -1)
+}
+
+func (p *pool) count(c shedding.Criticality, n int64) {
+	if c == shedding.Critical {
+		p.critical.Add(n)
+	} else {
+		p.nonCritical.Add(n)
 	}
 }

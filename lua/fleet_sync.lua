@@ -40,30 +40,46 @@
 --   reply[15] drift       by how much totals that were rebuilt now had been wrong
 --   reply[16] warm        1: state was lost a moment ago; what others may still hold is kept for them
 local time = redis.call('TIME')
-local now = time[1] * 1000000 + time[2] -- us
-local id, arg = ARGV[1], {}
-for i, name in ipairs({'seq', 'deadline', 'leave', 'epoch', 'held', 'need', 'wanted', 'sum', 'in_flight',
-    'critical', 'workers', 'generation', 'capacity', 'reserve', 'known'}) do
-  arg[name] = tonumber(ARGV[i + 1])
-end
+local now        = time[1] * 1000000 + time[2] -- us
+local id         = ARGV[1]
+local seq        = tonumber(ARGV[2])
+local deadline   = tonumber(ARGV[3])  -- us
+local leave      = ARGV[4] == '1'
+local epoch      = tonumber(ARGV[5])  -- us
+local held       = tonumber(ARGV[6])
+local need       = tonumber(ARGV[7])
+local wanted     = tonumber(ARGV[8])
+local sum        = tonumber(ARGV[9])
+local in_flight  = tonumber(ARGV[10])
+local critical   = tonumber(ARGV[11])
+local workers    = tonumber(ARGV[12])
+local generation = tonumber(ARGV[13])
+local capacity   = tonumber(ARGV[14])
+local reserve    = tonumber(ARGV[15]) -- hundredths of a percent
+local known      = tonumber(ARGV[16])
 
 local totals = {'claims', 'in_flight', 'critical', 'workers', 'instances'}
-local fields = {'epoch', 'at', 'rebuilt', 'warm', 'lost', 'poor', 'poor_at', 'generation', 'capacity', 'reserve',
-  'auto', 'auto_at', 'auto_max', unpack(totals)}
+local fields = {'epoch', 'at', 'rebuilt', 'warm', 'lost', 'poor', 'poor_at', 'missing', 'generation', 'capacity',
+  'reserve', 'auto', 'auto_at', 'auto_max', unpack(totals)}
 
 local function entry(text) -- nil if there is none
-  local seq, claims, in_flight, critical, workers = string.match(text or '', '^(%d+) (%d+) (%d+) (%d+) (%d+)$')
-  return seq and {seq = tonumber(seq), claims = tonumber(claims), in_flight = tonumber(in_flight),
-    critical = tonumber(critical), workers = tonumber(workers), instances = 1}
+  local n, c, i, cr, w = string.match(text or '', '^(%d+) (%d+) (%d+) (%d+) (%d+)$')
+  return n and {seq = tonumber(n), claims = tonumber(c), in_flight = tonumber(i), critical = tonumber(cr),
+    workers = tonumber(w), instances = 1}
 end
 local function add(sums, e, sign)
-  for _, name in ipairs(totals) do sums[name] = sums[name] + sign * e[name] end
+  for i = 1, #totals do sums[totals[i]] = sums[totals[i]] + sign * e[totals[i]] end
 end
 
 local stored = redis.call('HMGET', KEYS[1], id, unpack(fields))
-local own, s = entry(stored[1]), {}
-for i, name in ipairs(fields) do s[name] = tonumber(stored[i + 1]) or 0 end
-if (arg.deadline > 0 and now >= arg.deadline) or (own and own.seq >= arg.seq) then return {now} end
+local own = entry(stored[1])
+for i = 1, #fields do stored[i] = tonumber(stored[i + 1]) or 0 end
+-- Spelled out: a table that a loop fills grows six times, and this runs often.
+local s = {epoch = stored[1], at = stored[2], rebuilt = stored[3], warm = stored[4], lost = stored[5], poor = stored[6],
+  poor_at = stored[7], missing = stored[8], generation = stored[9], capacity = stored[10], reserve = stored[11],
+  auto = stored[12], auto_at = stored[13], auto_max = stored[14], claims = stored[15], in_flight = stored[16],
+  critical = stored[17], workers = stored[18], instances = stored[19]}
+if (deadline > 0 and now >= deadline) or (own and own.seq >= seq) then return {now} end
 
 local function beat() return math.max(250000, s.instances * 1000) end -- us
 local function hold() return math.max(10000, s.instances * 500) end  -- us
@@ -71,11 +87,14 @@ local life = now + 8 * beat()
 
 -- Totals are rebuilt from the entries now and then, and at once when the sorted
 -- set was lost or the clock was set back: no end may be later than life.
-local drift = 0
+local drift, expire = 0, not own
 if s.epoch == 0 then
   redis.call('DEL', KEYS[1], KEYS[2])
-  own, s.epoch, s.rebuilt = nil, now, now
+  own = nil
+  for i = 1, #fields do s[fields[i]], stored[i] = 0, 0 end
+  s.epoch, s.rebuilt = now, now
 elseif now < s.at or now - s.rebuilt >= 10000000 or redis.call('ZCARD', KEYS[2]) ~= s.instances then
+  expire = true
   local ends, sums = {}, {}
   local scores, all = redis.call('ZRANGE', KEYS[2], 0, -1, 'WITHSCORES'), redis.call('HGETALL', KEYS[1])
   for i = 1, #scores, 2 do ends[scores[i]] = tonumber(scores[i + 1]) end
@@ -114,82 +133,89 @@ end
 -- Somebody who remembers what is not here shows that state was lost: by
 -- FLUSHALL, or by a failover to a replica that lagged behind.
 local before = own and own.claims or 0
-local other = arg.epoch > 0 and arg.epoch ~= s.epoch and now - s.epoch < 8 * beat()
-if other then s.auto, s.auto_at = math.max(s.auto, arg.known), now end
-if other or arg.held > before then
+local other = epoch > 0 and epoch ~= s.epoch and now - s.epoch < 8 * beat()
+if other then s.auto, s.auto_at = math.max(s.auto, known), now end
+if other or held > before then
   if now - s.warm > 8 * beat() then s.warm, s.lost = now + 2 * beat(), 0 end
-  s.lost = math.max(s.lost, arg.sum)
+  s.lost = math.max(s.lost, sum)
 end
 
 if own then add(s, own, -1) end
-local base = math.min(arg.held, before) -- it has no more, whatever it was granted in replies that it lost
-if arg.leave == 1 then
+local base = math.min(held, before) -- it has no more, whatever it was granted in replies that it lost
+if leave then
   if own then drop(id) end
 else
-  own = {seq = arg.seq, claims = base, in_flight = arg.in_flight, critical = arg.critical, workers = arg.workers, instances = 1}
-  add(s, own, 1)
-  if arg.generation == 0 and (s.generation == 0 or s.capacity ~= arg.capacity or s.reserve ~= arg.reserve) then
-    arg.generation = math.max(now, s.generation + 1)
+  add(s, {claims = base, in_flight = in_flight, critical = critical, workers = workers, instances = 1}, 1)
+  if generation == 0 and (s.generation == 0 or s.capacity ~= capacity or s.reserve ~= reserve) then
+    generation = math.max(now, s.generation + 1)
   end
-  if arg.generation > s.generation then
-    s.generation, s.capacity, s.reserve = arg.generation, arg.capacity, arg.reserve
+  if generation > s.generation then
+    s.generation, s.capacity, s.reserve = generation, capacity, reserve
   end
 end
 
 -- The sum of the workers rises at once, and falls to the most there were in ten
 -- seconds in which there were always fewer.
 if s.workers >= s.auto then
-  s.auto, s.auto_at, s.auto_max = s.workers, now, 0
+  s.auto, s.auto_at, s.auto_max = s.workers, 0, 0
 else
+  if s.auto_at == 0 then s.auto_at = now end -- since when there are fewer
   s.auto_max = math.max(s.auto_max, s.workers)
   if now - s.auto_at >= 10000000 then s.auto, s.auto_at, s.auto_max = s.auto_max, now, s.workers end
 end
-local capacity = s.capacity > 0 and s.capacity or s.auto
+if s.capacity > 0 then capacity = s.capacity else capacity = s.auto end -- in force
 local allocation = math.floor(capacity * (10000 - s.reserve) / 10000)
 
+local write = {}
 local claim, limit = 0, 0
-if arg.leave == 0 then
+if not leave then
   claim = base
   s.lost = s.lost - (before - base)
   -- An instance that lacks slots is poor, one that has at least two more is rich:
-  -- for a while the rich do not grow, and give up an eighth of what is between.
+  -- for a while the rich do not grow, and give up what the poor is missing, at
+  -- most an eighth of what is between them at a time.
   local contended = now - s.poor_at <= 2 * hold()
   local rich = contended and base > s.poor + 1
   if #overdue <= 32 then
     -- It gets back what it held. Beyond that, what is needed may fill the
     -- allocation, and headroom four fifths of it; during the two beats after a
     -- loss, lost counts what all held and what was granted since.
-    claim = math.max(base, math.min(arg.held, base + allocation - s.claims))
+    claim = math.max(base, math.min(held, base + allocation - s.claims))
     local taken = s.claims + claim - base
     if now < s.warm then taken = math.max(taken, s.lost) end
     local room = math.max(0, allocation - taken)
     local spare = math.max(0, math.floor(allocation * 4 / 5) - taken)
     if not rich then
-      local granted = math.max(claim, math.min(arg.need, claim + room), math.min(arg.wanted, claim + spare))
+      local granted = math.max(claim, math.min(need, claim + room), math.min(wanted, claim + spare))
       s.lost = s.lost + granted - claim
       claim = granted
     end
   end
-  if claim < arg.need and (claim <= s.poor or not contended) then s.poor, s.poor_at = claim, now end
+  if claim < need and (claim <= s.poor or not contended) then
+    s.poor, s.poor_at, s.missing = claim, now, need - claim
+  end
   s.claims = s.claims + claim - base
   limit = claim
   if s.claims > allocation then
     limit = math.floor(claim * allocation / s.claims)
   elseif rich then
-    limit = claim - math.max(1, math.floor((claim - s.poor) / 8))
+    limit = claim - math.max(1, math.min(s.missing, math.floor((claim - s.poor) / 8)))
   end
-  redis.call('HSET', KEYS[1], id,
-    string.format('%.0f %.0f %.0f %.0f %.0f', arg.seq, claim, arg.in_flight, arg.critical, arg.workers))
+  write = {id, string.format('%.0f %.0f %.0f %.0f %.0f', seq, claim, in_flight, critical, workers)}
   redis.call('ZADD', KEYS[2], now + 8 * beat(), id)
 end
 
 s.at = now
-local write = {}
-for _, name in ipairs(fields) do
-  write[#write + 1] = name
-  write[#write + 1] = s[name]
+for i = 1, #fields do
+  local value = s[fields[i]]
+  if value ~= stored[i] then
+    write[#write + 1] = fields[i]
+    write[#write + 1] = value
+  end
 end
 redis.call('HSET', KEYS[1], unpack(write))
-for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, 60000 + 8 * beat() / 1000) end
+if expire then
+  for i = 1, 2 do redis.call('PEXPIRE', KEYS[i], 60000 + 8 * beat() / 1000) end
+end
 return {now, claim, limit, beat(), hold(), s.epoch, s.generation, capacity, allocation,
   s.claims, s.in_flight, s.critical, s.workers, s.instances, drift, now < s.warm and 1 or 0}

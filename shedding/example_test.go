@@ -3,6 +3,7 @@
 package shedding_test
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
@@ -52,4 +53,36 @@ func ExampleWorkers() {
 	}
 	fmt.Println(serve(shedding.TestMode))
 	// Output: 200
+}
+
+// A fleet shedder around the serving of a request. A nil SyncFunc makes the fleet
+// this one process; otherwise it brings requests to Redis.
+func ExampleFleet() {
+	fleet := shedding.NewFleet(nil, slog.Default())
+	defer fleet.Close()
+	fleet.Set(shedding.FleetSettings{Capacity: 5, Reserve: 20})
+
+	begin := func(c shedding.Criticality) string {
+		if !fleet.TryAcquire(c) {
+			// Only now is a context with the deadline of the store worth its price.
+			ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
+			defer cancel()
+			if begun, _ := fleet.Acquire(ctx, c); !begun {
+				return "shed"
+			}
+		}
+		// Serve, and in the end: fleet.Release(c)
+		return "begun"
+	}
+	for range 5 {
+		fmt.Println("post:", begin(shedding.Post))
+	}
+	fmt.Println("critical:", begin(shedding.Critical))
+	// Output:
+	// post: begun
+	// post: begun
+	// post: begun
+	// post: begun
+	// post: shed
+	// critical: begun
 }

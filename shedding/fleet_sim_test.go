@@ -428,14 +428,14 @@ func TestFleet_AllBusy(t *testing.T) {
 	s := newSimulation(t, 11, 4, FleetSettings{Capacity: 100, Reserve: 20})
 	s.counted = true
 	for _, n := range s.nodes {
-		n.length = 50 * ms
+		n.length = 300 * ms
 	}
 	s.nodes[0].load = 2000
 	s.run(4 * minBeat)
 	for _, n := range s.nodes {
 		n.load = 2000
 	}
-	s.run(8 * minBeat)
+	s.run(12 * minBeat)
 	for round := range 8 {
 		s.run(minBeat)
 		inFlight := int64(0)

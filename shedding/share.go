@@ -167,12 +167,13 @@ func (s *share) begin(c Criticality) {
 	s.peaks[0] = max(s.peaks[0], s.inFlight)
 }
 
-// release ends a request that began.
+// release ends a request that began. The script knows no negative numbers, so one
+// that never began must not spoil the counts for good.
 func (s *share) release(c Criticality) {
 	if c == Critical {
-		s.critical--
+		s.critical = max(0, s.critical-1)
 	} else {
-		s.inFlight--
+		s.inFlight = max(0, s.inFlight-1)
 	}
 }
 

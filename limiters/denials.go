@@ -34,8 +34,9 @@ type Denials struct {
 }
 
 type denialShard struct {
-	mu      sync.Mutex
-	denials map[denialKey]denial
+	mu        sync.Mutex // guards below
+	denials   map[denialKey]denial
+	forgotten time.Time // what was asked before must not be learned any more
 }
 
 // denialKey has the numbers of a bucket in it: its denial says nothing about
@@ -64,14 +65,17 @@ func NewDenials() *Denials {
 }
 
 // Denied answers asks from memory if one of their enforced checks is known to
-// be denied at now. Only the denied checks of the Admission have a result; no
-// Release is needed.
+// be denied at now. Of the enforced checks of the Admission only denied ones
+// have a result, and not all of them if one suffices; no Release is needed.
 func (d *Denials) Denied(now time.Time, asks []Ask) (Admission, bool) {
 	var adm Admission
 	n, denied := 0, false
 	for _, ask := range asks {
 		shard := d.shard(ask.Identity)
 		for i, c := range ask.Checks {
+			if denied && c.Limit.Kind == Concurrency {
+				continue // or this request would pass for the one that asks
+			}
 			wait, ok := shard.denied(now, ask.Identity, c)
 			if !ok {
 				continue
@@ -124,12 +128,16 @@ func (d *Denials) Ended(adm Admission) {
 	}
 }
 
-// Forget drops everything, after limits were reset by hand.
-func (d *Denials) Forget() {
+// Forget drops everything, after limits were reset by hand, and what answers to
+// earlier questions will yet say.
+func (d *Denials) Forget() { d.forgetAt(time.Now()) }
+
+func (d *Denials) forgetAt(now time.Time) {
 	for i := range d.shards {
 		shard := &d.shards[i]
 		shard.mu.Lock()
 		clear(shard.denials)
+		shard.forgotten = now
 		shard.mu.Unlock()
 	}
 }
@@ -188,6 +196,9 @@ func (s *denialShard) learn(now time.Time, id Identity, l *Limit, r Result) {
 	defer s.mu.Unlock()
 	if r.Outcome != Denied {
 		delete(s.denials, key)
+		return
+	}
+	if now.Before(s.forgotten) {
 		return
 	}
 	den := denial{until: now.Add(r.RetryAfter), cost: l.Cost, capacity: l.Capacity}

@@ -77,6 +77,10 @@ func Reason(err error) string {
 		case "WRONGTYPE":
 			return "wrong_type"
 		}
+		// How Redis 7 says NOPERM from within a script.
+		if strings.Contains(answer.Error(), "The user executing the script") {
+			return "auth"
+		}
 		return "other"
 	}
 	switch {

@@ -330,6 +330,7 @@ func TestReason(t *testing.T) {
 		{answer("NOAUTH Authentication required."), "auth", false},
 		{answer("WRONGPASS invalid username-password pair"), "auth", false},
 		{answer("NOPERM this user has no permissions"), "auth", false},
+		{answer("ERR The user executing the script can't run this command or subcommand script: e45d"), "auth", false},
 		{answer("BUSY Redis is busy running a script."), "busy", false},
 		{answer("CLUSTERDOWN The cluster is down"), "cluster", false},
 		{answer("MOVED 1 127.0.0.1:7000"), "cluster", false},

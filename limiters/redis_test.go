@@ -6,13 +6,15 @@ import (
 	"context"
 	"crypto/tls"
 	"crypto/x509"
+	"errors"
+	"fmt"
 	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/redis/go-redis/v9"
 
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/redistest"
@@ -185,43 +187,9 @@ func TestRedis_WaysToReachIt(t *testing.T) {
 		"database": {Addrs: []string{databases.Addr}, DB: 3},
 	} {
 		t.Run(name, func(t *testing.T) {
-			var mu sync.Mutex
-			var failures []string
-			r := startRedis(t, RedisOptions{Universal: u, Timeout: patience, Observe: func(operation string, _ time.Duration, err error) {
-				if err != nil {
-					mu.Lock()
-					defer mu.Unlock()
-					failures = append(failures, operation+": "+err.Error())
-				}
-			}})
-			limits := []*Limit{rate(t, "rate", 2, time.Hour, 2, 1), concurrency(t, "two", 2, 10*time.Second)}
-			for want := int64(1); want >= 0; want-- {
-				adm, err := r.Admit(t.Context(), ask("a", limits...))
-				if err != nil || !adm.Allowed || adm.Results[0].Remaining != want || adm.Results[1].Remaining != 1 {
-					t.Fatalf("got %v, %v, want %d tokens and 1 slot left", adm, err, want)
-				}
-				r.leases.hold(time.Now().Add(-time.Hour), adm.leases...) // so that it is renewed
-				if err := r.renew(); err != nil {
-					t.Fatal(err)
-				}
-				r.Release(adm)
-			}
-			full := concurrency(t, "two", 1, 10*time.Second)
-			if adm, err := r.Admit(t.Context(), ask("b", full)); err != nil || !adm.Allowed {
-				t.Fatal(adm, err)
-			}
-			if adm, err := r.Admit(t.Context(), ask("b", full)); err != nil || adm.Allowed {
-				t.Fatal(adm, err)
-			}
-			eventually(t, "the releases", func() bool {
-				r.leases.mu.Lock()
-				defer r.leases.mu.Unlock()
-				return len(r.leases.ended) == 0
-			})
-			mu.Lock()
-			defer mu.Unlock()
-			if diff := cmp.Diff([]string(nil), failures); diff != "" {
-				t.Errorf("failures (-want +got):\n%s", diff)
+			r := handRedis(t, RedisOptions{Universal: u, Timeout: patience})
+			if err := everything(t.Context(), r); err != nil {
+				t.Error(err)
 			}
 		})
 	}
@@ -240,6 +208,61 @@ func TestRedis_WaysToReachIt(t *testing.T) {
 				t.Errorf("got %v, %v (%s), want an error for %s and the request to pass", adm, err, Reason(err), name)
 			}
 		})
+	}
+}
+
+// everything does all that a store does on a server.
+func everything(ctx context.Context, r *Redis) error {
+	bucket, _ := NewRate("pool", "rate", 1, time.Hour, 5, 1)
+	two, _ := NewConcurrency("pool", "two", 2, 10*time.Second)
+	one, _ := NewConcurrency("pool", "two", 1, 10*time.Second)
+	first, err := r.Admit(ctx, ask("a", bucket, two))
+	if err != nil {
+		return err
+	}
+	second, err := r.Admit(ctx, ask("a", bucket, two))
+	if err != nil {
+		return err
+	}
+	for _, l := range first.leases {
+		l.renewAt = time.Now()
+	}
+	if err := r.renew(); err != nil {
+		return err
+	}
+	if left := second.Results[0].Remaining; left != 3 {
+		return fmt.Errorf("%d tokens left, want 3", left)
+	}
+	r.Release(second)
+	third, err := r.Admit(ctx, ask("a", one)) // which releases the second
+	if err != nil {
+		return err
+	}
+	if third.Allowed {
+		return errors.New("a third request is allowed beside the first")
+	}
+	r.Release(first)
+	if err := r.flush(time.Now().Add(patience), true); err != nil {
+		return err
+	}
+	if n := r.leases.nEnded; n > 0 {
+		return fmt.Errorf("%d releases are left", n)
+	}
+	return nil
+}
+
+// Nor may a user be allowed less.
+func TestRedis_EveryACLRuleIsNeeded(t *testing.T) {
+	srv := redistest.Start(t)
+	for i, rule := range aclRules {
+		srv.AddUser("caddy", "secret", slices.Delete(slices.Clone(aclRules), i, i+1)...)
+		srv.Client().ScriptFlush(t.Context())
+		srv.Client().FlushAll(t.Context())
+		o := redisAt(srv.Addr)
+		o.Universal.Username, o.Universal.Password = "caddy", "secret"
+		if err := everything(t.Context(), handRedis(t, o)); Reason(err) != "auth" {
+			t.Errorf("without %s: got %v, want the reason auth", rule, err)
+		}
 	}
 }
 

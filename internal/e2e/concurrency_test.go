@@ -160,16 +160,19 @@ func TestConcurrency_TwoInstances(t *testing.T) {
 	up.fillUp(limit)
 	var denied atomic.Int64
 	done := make([]atomic.Int64, len(kinds))
+	ctx, cancel := context.WithTimeout(t.Context(), load+patience)
+	defer cancel()
 	begin := time.Now()
 	var wg sync.WaitGroup
 	for i := range clients {
 		kind, c := (i/2)%len(kinds), caddys[i%2]
 		client := newClient(t, kinds[kind].h2c)
 		wg.Go(func() {
-			for time.Since(begin) < load || up.peak() < limit {
+			for ctx.Err() == nil && (time.Since(begin) < load || up.peak() < limit) {
 				call := up.call()
-				status, err := kinds[kind].run(t.Context(), c, client, call, bearer("sk_live_shared"))
+				status, err := kinds[kind].run(ctx, c, client, call, bearer("sk_live_shared"))
 				switch {
+				case ctx.Err() != nil: // the limit was not reached
 				case err != nil:
 					t.Errorf("%s: %v", kinds[kind].name, err)
 					return
@@ -248,7 +251,9 @@ func TestConcurrency_ClosedLoop(t *testing.T) {
 				if n := denied.Load(); n != 0 {
 					t.Errorf("%d of %d requests were denied, want none", n, clients*requests)
 				}
-				c.noStoreErrors(t)
+				if store == "redis" {
+					c.noStoreErrors(t)
+				}
 			})
 		}
 	}

@@ -20,7 +20,7 @@ import (
 func BenchmarkHandler(b *testing.B) {
 	ctx, cancel := caddy.NewContext(caddy.Context{Context: context.Background()})
 	defer cancel()
-	reserve := 20.0
+	reserve := 20
 	app := &App{
 		hasher: newHasher([]byte("s")), storeKey: "memory " + b.Name(), logger: zap.NewNop(),
 		declared: map[string][]*declaredLimit{}, shedders: map[string]*shedders{},

@@ -14,7 +14,7 @@ import (
 func (h *Handler) unmarshalFleet(d *caddyfile.Dispenser) error {
 	h.Fleet = new(FleetShedder)
 	args, err := options{
-		"reserve": readPercent(func(percent float64) { h.Fleet.Reserve = &percent }),
+		"reserve": readPercent(0, func(percent int) { h.Fleet.Reserve = &percent }),
 		"mode":    readMode(&h.Fleet.Mode),
 	}.read(d, true)
 	switch {
@@ -40,8 +40,8 @@ func (h *Handler) unmarshalFleet(d *caddyfile.Dispenser) error {
 func (h *Handler) unmarshalWorkers(d *caddyfile.Dispenser) error {
 	h.Workers = new(WorkerShedder)
 	args, err := options{
-		"good":        readPercent(func(percent float64) { h.Workers.Good = percent }),
-		"bad":         readPercent(func(percent float64) { h.Workers.Bad = percent }),
+		"good":        readPercent(1, func(percent int) { h.Workers.Good = percent }),
+		"bad":         readPercent(1, func(percent int) { h.Workers.Bad = percent }),
 		"grace":       readGrace(&h.Workers.Grace),
 		"ramp":        readDuration(&h.Workers.Ramp),
 		"utilization": h.unmarshalUtilization,
@@ -69,7 +69,7 @@ func (h *Handler) unmarshalUtilization(d *caddyfile.Dispenser) error {
 		return d.Err("'utilization' needs a source: in_flight, or probe <url> [<json pointer>]")
 	}
 	name := d.Val()
-	id := "stripe_ratelimit.utilization." + name
+	id := utilizationNamespace + name
 	if _, err := caddy.GetModule(id); err != nil {
 		return d.Errf("utilization '%s' is no source; use in_flight, or probe <url> [<json pointer>]", name)
 	}
@@ -81,8 +81,8 @@ func (h *Handler) unmarshalUtilization(d *caddyfile.Dispenser) error {
 	return nil
 }
 
-// readPercent takes a percentage.
-func readPercent(set func(percent float64)) option {
+// readPercent takes a percentage of at least low.
+func readPercent(low int, set func(percent int)) option {
 	return func(d *caddyfile.Dispenser) error {
 		name := d.Val()
 		if !d.NextArg() {
@@ -92,7 +92,10 @@ func readPercent(set func(percent float64)) option {
 		if err != nil {
 			return d.WrapErr(err)
 		}
-		set(float64(percent))
+		if percent < low {
+			return d.Errf("'%s' is a percentage of at least %d%%", name, low)
+		}
+		set(percent)
 		return nil
 	}
 }

@@ -59,7 +59,7 @@ func TestAdapt(t *testing.T) {
 // TestAdapt_Loads tests that what the adapter makes of the golden files, apart
 // from those that read files of the host, can be loaded.
 func TestAdapt_Loads(t *testing.T) {
-	for _, name := range []string{"REDIS_PASSWORD", "SENTINEL_PASSWORD", "RATELIMIT_SECRET"} {
+	for _, name := range []string{"REDIS_PASSWORD", "SENTINEL_PASSWORD", "RATELIMIT_SECRET", "LOAD_HOST"} {
 		t.Setenv(name, "secret")
 	}
 	files, err := filepath.Glob("testdata/adapt/*.caddyfiletest")

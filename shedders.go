@@ -3,6 +3,7 @@
 package striperatelimit
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -10,6 +11,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"net/http"
+	"strconv"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -29,7 +31,7 @@ type FleetShedder struct {
 
 	// The percentage of the capacity that is kept for critical requests, 0 to
 	// 100. Required.
-	Reserve *float64 `json:"reserve"`
+	Reserve *int `json:"reserve"`
 
 	// How the shedder is applied (default: enforced).
 	Mode *Mode `json:"mode,omitempty"`
@@ -44,11 +46,11 @@ type WorkerShedder struct {
 
 	// The utilization, in percent, below which the instance recovers (default
 	// 70).
-	Good float64 `json:"good,omitempty"`
+	Good int `json:"good,omitempty"`
 
 	// The utilization, in percent, above which it sheds more and more (default
 	// 80). Between good and bad nothing changes.
-	Bad float64 `json:"bad,omitempty"`
+	Bad int `json:"bad,omitempty"`
 
 	// How long full overload must last before the first request is shed
 	// (default 28s).
@@ -75,15 +77,29 @@ func (f *FleetShedder) validate() error {
 		return fmt.Errorf("fleet %d; at least 1 is needed (or auto)", f.Capacity)
 	case f.Reserve == nil:
 		return errors.New("fleet has no reserve; write what part of the capacity is kept for critical requests, such as reserve 20%")
-	case !(*f.Reserve >= 0 && *f.Reserve <= 100):
-		return fmt.Errorf("fleet has a reserve of %v, which is not between 0 and 100 percent", *f.Reserve)
+	case *f.Reserve < 0 || *f.Reserve > 100:
+		return fmt.Errorf("fleet has a reserve of %d, which is not between 0 and 100 percent", *f.Reserve)
+	}
+	if !f.Auto { // which depends on the workers
+		if err := f.settings(nil).Validate(); err != nil {
+			return fmt.Errorf("fleet: %w", err)
+		}
 	}
 	return f.Mode.validate()
 }
 
+// String says what is in force, as the Caddyfile would.
+func (f *FleetShedder) String() string {
+	capacity := "auto"
+	if !f.Auto {
+		capacity = strconv.FormatInt(f.Capacity, 10)
+	}
+	return fmt.Sprintf("fleet %s reserve %d%%%s", capacity, *f.Reserve, modeSuffix(f.Mode.strength()))
+}
+
 // settings returns the numbers of a valid shedder.
 func (f *FleetShedder) settings(workers *WorkerShedder) shedding.FleetSettings {
-	s := shedding.FleetSettings{Capacity: f.Capacity, Reserve: *f.Reserve}
+	s := shedding.FleetSettings{Capacity: f.Capacity, Reserve: float64(*f.Reserve)}
 	if workers != nil {
 		s.Workers = workers.Count
 	}
@@ -107,9 +123,12 @@ func (h *Handler) validateShedders() error {
 	case len(h.CriticalRaw) == 0:
 		return errors.New("fleet without critical: nothing would use the reserve; say with critical which requests it is for")
 	case h.Fleet.Auto && (h.Workers == nil || h.Workers.Count == 0):
-		return errors.New("fleet auto without workers <n>: the capacity is the sum of the instances' workers")
+		return errors.New("fleet auto without workers <n> beside it: the capacity is the sum of the instances' workers")
 	}
-	return h.Fleet.settings(h.Workers).Validate()
+	if err := h.Fleet.settings(h.Workers).Validate(); err != nil {
+		return fmt.Errorf("fleet: %w", err)
+	}
+	return nil
 }
 
 // validate returns the first mistake in what the shedder says by itself.
@@ -117,23 +136,52 @@ func (w *WorkerShedder) validate() error {
 	switch {
 	case w.Count < 0:
 		return fmt.Errorf("workers %d; at least 1 is needed", w.Count)
-	case w.Count == 0 && w.UtilizationRaw == nil:
+	case w.Count == 0 && w.source() == utilizationInFlight:
 		return errors.New("workers without a number; write how many requests this instance can serve at once, such as workers 64, or another source of utilization")
 	}
-	if err := w.settings().Ramp.Validate(); err != nil {
+	ramp := w.settings().Ramp
+	if !(0 < ramp.Good && ramp.Good < ramp.Bad && ramp.Bad < 1) {
+		return fmt.Errorf("workers with good %.0f%% and bad %.0f%%; both must be above 0, below 100 and good below bad", ramp.Good*100, ramp.Bad*100)
+	}
+	if err := ramp.Validate(); err != nil {
 		return fmt.Errorf("workers: %w", err)
 	}
 	return w.Mode.validate()
+}
+
+// source names the module that the utilization comes from.
+func (w *WorkerShedder) source() string {
+	var module struct{ Source string }
+	if w.UtilizationRaw == nil || json.Unmarshal(w.UtilizationRaw, &module) != nil {
+		return utilizationInFlight
+	}
+	return module.Source
+}
+
+// String says what is in force, as the Caddyfile would.
+func (w *WorkerShedder) String() string {
+	text := "workers"
+	if w.Count > 0 {
+		text += fmt.Sprintf(" %d", w.Count)
+	}
+	ramp := w.settings().Ramp
+	text += fmt.Sprintf(" good %.0f%% bad %.0f%% grace %s ramp %s", ramp.Good*100, ramp.Bad*100, ramp.Grace, ramp.Ramp)
+	if w.source() != utilizationInFlight {
+		var compact bytes.Buffer // a config may be indented
+		_ = json.Compact(&compact, w.UtilizationRaw)
+		text += " utilization " + compact.String()
+	}
+	return text + modeSuffix(w.Mode.strength())
 }
 
 // settings returns the numbers with their defaults.
 func (w *WorkerShedder) settings() shedding.WorkersSettings {
 	ramp := shedding.DefaultRamp()
 	if w.Good != 0 {
-		ramp.Good = w.Good / 100
+		ramp.Good = float64(w.Good) / 100
 	}
 	if w.Bad != 0 {
-		ramp.Bad = w.Bad / 100
+		ramp.Bad = float64(w.Bad) / 100
 	}
 	if w.Grace != nil {
 		ramp.Grace = time.Duration(*w.Grace)
@@ -150,7 +198,7 @@ type shedders struct {
 	workers *WorkerShedder
 	source  UtilizationSource // of workers; nil: in flight
 
-	said map[string]string // the configuration of each, for comparison
+	said map[string]string // String of each, for comparison
 }
 
 // declareShedders notes the shedders of a handler, which must be the same in
@@ -184,28 +232,25 @@ func (a *App) declareShedders(ctx caddy.Context, h *Handler) error {
 	if err != nil {
 		return fmt.Errorf("utilization: %w", err)
 	}
-	// in_flight is what the shedder does by itself.
-	if source, ok := loaded.(UtilizationSource); ok {
+	switch source := loaded.(type) {
+	case *InFlight: // what the shedder does by itself
+	case UtilizationSource:
 		s.source = source
-	} else if h.Workers.Count == 0 {
-		return errors.New("workers by requests in flight need a number; write how many this instance can serve at once, such as workers 64")
+	default:
+		return fmt.Errorf("utilization: %T is no source of utilization", loaded)
 	}
 	return nil
 }
 
 // say compares what a handler says of a shedder with what another has said,
 // and reports whether one has.
-func (s *shedders) say(pool, kind string, config any) (again bool, err error) {
-	text, err := json.Marshal(config)
-	if err != nil {
-		return false, err
-	}
+func (s *shedders) say(pool, kind string, config fmt.Stringer) (again bool, err error) {
+	text := config.String()
 	said, again := s.said[kind]
-	if again && said != string(text) {
-		return true, fmt.Errorf("%s of pool %q is %s in one handler and %s in another; say it once, the other handlers of the pool inherit it",
-			kind, pool, said, text)
+	if again && said != text {
+		return true, fmt.Errorf("pool %q has %s in one handler and %s in another; say it once, the other handlers of the pool inherit it", pool, said, text)
 	}
-	s.said[kind] = string(text)
+	s.said[kind] = text
 	return again, nil
 }
 
@@ -213,7 +258,7 @@ func (s *shedders) say(pool, kind string, config any) (again bool, err error) {
 func (s *shedders) summary() []string {
 	var parts []string
 	if f := s.fleet; f != nil {
-		text := fmt.Sprintf("as many in progress fleet-wide as there are workers, less %v%% for non-critical", *f.Reserve)
+		text := fmt.Sprintf("as many in progress fleet-wide as there are workers, less %d%% for non-critical", *f.Reserve)
 		if !f.Auto {
 			text = fmt.Sprintf("%d in progress fleet-wide, %d for non-critical", f.Capacity, f.settings(s.workers).Allocation())
 		}

@@ -36,20 +36,25 @@ type UtilizationSource interface {
 	Utilization() float64
 }
 
+const utilizationNamespace = "stripe_ratelimit.utilization."
+
+// utilizationInFlight names the default source.
+const utilizationInFlight = "in_flight"
+
 // InFlight is the default measure: the requests in progress of those that the
 // instance can serve at once.
 type InFlight struct{}
 
 // CaddyModule returns the Caddy module information.
 func (InFlight) CaddyModule() caddy.ModuleInfo {
-	return caddy.ModuleInfo{ID: "stripe_ratelimit.utilization.in_flight", New: func() caddy.Module { return new(InFlight) }}
+	return caddy.ModuleInfo{ID: utilizationNamespace + utilizationInFlight, New: func() caddy.Module { return new(InFlight) }}
 }
 
 // UnmarshalCaddyfile reads `in_flight`, which has no arguments.
 func (*InFlight) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	d.Next()
-	if d.NextArg() {
-		return d.ArgErr()
+	if d.Next() {
+		return d.Errf("unexpected '%s' after utilization in_flight, which takes nothing", d.Val())
 	}
 	return nil
 }
@@ -88,7 +93,7 @@ type reading struct {
 
 // CaddyModule returns the Caddy module information.
 func (*Probe) CaddyModule() caddy.ModuleInfo {
-	return caddy.ModuleInfo{ID: "stripe_ratelimit.utilization.probe", New: func() caddy.Module { return new(Probe) }}
+	return caddy.ModuleInfo{ID: utilizationNamespace + "probe", New: func() caddy.Module { return new(Probe) }}
 }
 
 // Provision checks the config. It asks nobody yet.
@@ -96,17 +101,18 @@ func (p *Probe) Provision(ctx caddy.Context) error {
 	p.ctx, p.logger = ctx, ctx.Logger()
 	var err error
 	if p.URL, err = expand(p.URL); err != nil {
-		return fmt.Errorf("probe url: %w", err)
+		return fmt.Errorf("url: %w", err)
 	}
 	return p.validate()
 }
 
 func (p *Probe) validate() error {
+	// An address may hold a password: errors do not quote it.
 	if u, err := url.Parse(p.URL); err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
-		return errors.New("probe url is not an http:// or https:// address")
+		return errors.New("the URL of utilization probe is not an http:// or https:// address")
 	}
 	if p.Pointer != "" && p.Pointer[0] != '/' {
-		return fmt.Errorf("probe pointer '%s' is no JSON pointer; it begins with a slash", p.Pointer)
+		return fmt.Errorf("the JSON pointer '%s' of utilization probe does not begin with a slash, such as /busy", p.Pointer)
 	}
 	return nil
 }
@@ -116,15 +122,18 @@ func (p *Probe) validate() error {
 //	probe <url> [<json pointer>]
 func (p *Probe) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	d.Next()
-	if !d.NextArg() {
-		return d.ArgErr()
+	args := d.RemainingArgs()
+	switch {
+	case d.Next():
+		return d.Errf("unexpected '%s' after utilization probe; it takes a URL and a JSON pointer", d.Val())
+	case len(args) == 0 || args[0] == "":
+		return d.Err("utilization probe needs a URL, such as probe http://localhost:9000/load /busy; from {$VAR} there is none where VAR is not set")
+	case len(args) > 2:
+		return d.Errf("unexpected '%s' after utilization probe; it takes a URL and a JSON pointer", args[2])
 	}
-	p.URL = d.Val()
-	if d.NextArg() {
-		p.Pointer = d.Val()
-	}
-	if d.NextArg() {
-		return d.ArgErr()
+	p.URL = args[0]
+	if len(args) == 2 {
+		p.Pointer = args[1]
 	}
 	if strings.Contains(p.URL, "{") { // checked once it is replaced
 		return nil

@@ -24,7 +24,8 @@ import (
 // may lie idle in one place for about a beat while another sheds.
 //
 // While the store fails everything passes, or the instance keeps to its equal
-// share. Until the first Set everything passes and is counted. A Fleet is safe
+// share; if the fleet was full, that begins when the claim ends, seven beats after
+// the last good sync. Until the first Set everything passes and is counted. A Fleet is safe
 // for concurrent use.
 type Fleet struct {
 	sync SyncFunc // nil: this process is all there is
@@ -135,9 +136,8 @@ func (f *Fleet) tryLocked(now time.Time, c Criticality) bool {
 //
 //	true, nil    a slot was free: go on, and Release
 //	true, err    the store failed: go on all the same, and Release
-//	false, nil   no slot was free: shed
-//	false, err   shed, too: the store failed and this instance's equal share is
-//	             used up, or ctx was canceled, so that nobody waits any more
+//	false, nil   shed
+//	false, err   ctx was canceled, so nobody waits for an answer any more
 func (f *Fleet) Acquire(ctx context.Context, c Criticality) (bool, error) {
 	now := time.Now()
 	f.mu.Lock()
@@ -148,7 +148,7 @@ func (f *Fleet) Acquire(ctx context.Context, c Criticality) (bool, error) {
 	case f.share.lone || now.Before(f.share.holdUntil):
 		return false, nil
 	case f.share.err != nil: // known to fail: the next beat tells whether it still does
-		return f.share.takeUnclaimed(now, c), f.share.err
+		return f.unclaimedLocked(c, f.share.err)
 	}
 	fl := f.joinLocked()
 	f.mu.Unlock()
@@ -212,7 +212,7 @@ func (f *Fleet) leaveLocked(ctx context.Context, fl *flight, c Criticality) (boo
 		if fl.err == nil {
 			return false, nil
 		}
-		return f.share.takeUnclaimed(time.Now(), c), fl.err
+		return f.unclaimedLocked(c, fl.err)
 	default:
 	}
 	fl.waiting--
@@ -220,7 +220,15 @@ func (f *Fleet) leaveLocked(ctx context.Context, fl *flight, c Criticality) (boo
 	if !errors.Is(err, context.DeadlineExceeded) {
 		return false, err
 	}
-	return f.share.takeUnclaimed(time.Now(), c), err
+	return f.unclaimedLocked(c, err)
+}
+
+// unclaimedLocked is how a request fares for which the store failed.
+func (f *Fleet) unclaimedLocked(c Criticality, err error) (bool, error) {
+	if !f.share.takeUnclaimed(time.Now(), c) {
+		return false, nil
+	}
+	return true, err
 }
 
 // landLocked lets the requests of a flight go: as many as there are free slots

@@ -139,11 +139,12 @@ func (s *simulation) step(n *node) {
 			s.begin(n)
 		case s.now.Before(n.share.holdUntil):
 			s.shed++
-		case n.share.err != nil:
-			n.share.takeUnclaimed(s.now, Get)
+		case n.share.err == nil:
+			n.waiting++
+		case n.share.takeUnclaimed(s.now, Get):
 			s.begin(n)
 		default:
-			n.waiting++
+			s.shed++
 		}
 	}
 	if n.call == nil && (n.waiting > 0 || !s.now.Before(n.beat)) {
@@ -162,8 +163,7 @@ func (s *simulation) land(n *node, c *call) {
 		switch {
 		case n.share.take(s.now, Get):
 			s.begin(n)
-		case n.share.err != nil:
-			n.share.takeUnclaimed(s.now, Get)
+		case n.share.err != nil && n.share.takeUnclaimed(s.now, Get):
 			s.begin(n)
 		default:
 			s.shed++

@@ -224,6 +224,29 @@ func TestFleet_StoreFails(t *testing.T) {
 	})
 }
 
+// A fleet that was full stays shut as long as the claim stands.
+func TestFleet_StoreFailsInOverload(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f, fake := newFleet(t, hundred)
+		fake.set(func() { fake.room = 30 })
+		if got := acquire(t, f, 50); got != 30 {
+			t.Fatalf("%d of 50 requests begin, want 30", got)
+		}
+		end := time.Now().Add(claimBeats*minBeat - 2*ms) // counted from when the sync was sent
+		fake.set(func() { fake.err = errors.New("no Redis") })
+		for time.Now().Before(end) {
+			if ok, err := f.Acquire(t.Context(), Get); ok || err != nil {
+				t.Fatalf("%v before the claim ends: %v, %v; want shed", time.Until(end), ok, err)
+			}
+			time.Sleep(20 * ms)
+		}
+		time.Sleep(20 * ms)
+		if ok, err := f.Acquire(t.Context(), Get); !ok || err == nil {
+			t.Errorf("after the claim has ended: %v, %v; want it to pass", ok, err)
+		}
+	})
+}
+
 func TestFleet_StoreFailsAndTheShareIsKept(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		settings := hundred
@@ -232,8 +255,11 @@ func TestFleet_StoreFailsAndTheShareIsKept(t *testing.T) {
 		fake.set(func() { fake.err = errors.New("no Redis") })
 		begun := 0
 		for range 100 {
-			if ok, _ := f.Acquire(t.Context(), Get); ok {
+			ok, err := f.Acquire(t.Context(), Get)
+			if ok {
 				begun++
+			} else if err != nil {
+				t.Fatalf("shed with an error: %v", err)
 			}
 		}
 		if begun != 20 { // 80 slots, four instances

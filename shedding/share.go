@@ -102,7 +102,8 @@ type share struct {
 	claim     int64     // slots that are this instance's own
 	limit     int64     // up to which inFlight may fill them
 	end       time.Time // of both
-	holdUntil time.Time // none were left; do not ask before
+	full      bool      // the last good reply did not give what was needed
+	holdUntil time.Time // then do not ask before
 	err       error     // of the last sync
 
 	sequence   int64
@@ -142,17 +143,23 @@ func (s *share) take(now time.Time, c Criticality) bool {
 	return true
 }
 
-// takeUnclaimed is take while the store fails: claims are of no use then.
+// takeUnclaimed is take beyond the claim, while the store fails. It need not say
+// no, unless this instance is to keep to its equal share, or the fleet was full
+// when last heard of: as long as the claim stands, a moment without the store must
+// not open the gates of an overloaded fleet.
 func (s *share) takeUnclaimed(now time.Time, c Criticality) bool {
+	limit := int64(math.MaxInt64)
 	if s.settings.ShareOnError {
-		allocation, instances := s.settings.Allocation(), int64(1)
-		if s.fleet.Instances > 0 {
-			allocation, instances = s.fleet.Allocation, s.fleet.Instances
+		limit = s.settings.Allocation()
+		if n := s.fleet.Instances; n > 0 {
+			limit = min(s.fleet.Allocation, max(1, s.fleet.Allocation/n))
 		}
-		equal := max(1, allocation/instances)
-		if c != Critical && s.inFlight >= max(equal, s.live(now)) {
-			return false
-		}
+	}
+	if s.full && now.Before(s.end) {
+		limit = 0
+	}
+	if c != Critical && s.inFlight >= max(limit, s.live(now)) {
+		return false
 	}
 	s.begin(c)
 	return true
@@ -242,8 +249,8 @@ func (s *share) reply(request SyncRequest, sent, now time.Time, r SyncReply, u f
 	if request.Generation == 0 && request.Capacity == s.settings.Capacity && request.Reserve == s.settings.hundredths() {
 		s.generation = r.Generation
 	}
-	s.holdUntil = time.Time{}
-	if r.Limit < request.Need {
+	s.full, s.holdUntil = r.Limit < request.Need, time.Time{}
+	if s.full {
 		s.holdUntil = now.Add(jitter(r.Hold, u))
 	}
 }

@@ -36,8 +36,8 @@ type App struct {
 	// fixed, publicly known key (Redis), which is warned about.
 	KeySecret string `json:"key_secret,omitempty"`
 
-	// What happens to requests when the store fails: `open` lets them pass
-	// (default `open`).
+	// What happens to requests when the store fails: `open` lets them pass,
+	// `closed` answers all but critical ones with 503 (default `open`).
 	OnStoreError string `json:"on_store_error,omitempty"`
 
 	logger   *zap.Logger

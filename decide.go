@@ -50,7 +50,7 @@ func (l *handlerLimit) dark(id limiters.Identity) bool {
 // dark reports whether what has the mode, which is not off, only counts for an
 // identity.
 func (m *Mode) dark(id limiters.Identity) bool {
-	return m != nil && (m.State == "dark" || m.Percent != nil && !inShare(id, *m.Percent))
+	return m != nil && (m.State == "dark" || m.Percent != nil && *m.Percent < 100 && !inShare(id, *m.Percent))
 }
 
 // provisionLimits makes the limits and groups them by identity. The first group
@@ -144,7 +144,7 @@ func (h *Handler) decide(a *attachment, r *http.Request, repl *caddy.Replacer, v
 	if err != nil {
 		// A matcher that fails is not the client's fault: it is told to nobody
 		// but the operator, and the request passes.
-		h.logger.Error("matcher failed; the request passes", zap.Error(err))
+		h.complain("matcher failed; the request passes", zap.Error(err))
 		v.outcome = outcomePanic
 		return
 	}
@@ -172,7 +172,7 @@ func (h *Handler) decide(a *attachment, r *http.Request, repl *caddy.Replacer, v
 	h.read(a, v, t.admission, err)
 	if err != nil && v.outcome == outcomeAllowed {
 		v.outcome = outcomeStoreError
-		v.closed = h.OnStoreError == "closed" && v.criticality != shedding.Critical
+		v.closed = h.OnStoreError == "closed" && v.criticality != shedding.Critical && v.unanswered()
 	}
 	if v.rejects() {
 		h.giveBack(a, t) // at once, and not when the answer is written
@@ -246,6 +246,14 @@ func (v *verdict) asks() []limiters.Ask {
 		}
 	}
 	return asks
+}
+
+// unanswered reports whether the store owes the answer about an enforced limit.
+// What is dark rejects nothing, not even for want of an answer.
+func (v *verdict) unanswered() bool {
+	return slices.ContainsFunc(v.limits, func(l limitVerdict) bool {
+		return !l.dark && l.result.Outcome == limiters.Unknown
+	})
 }
 
 // read turns the store's answer into the verdict.

@@ -10,8 +10,10 @@ import (
 	"net/http"
 	"slices"
 	"sync/atomic"
+	"time"
 
 	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
 
@@ -91,8 +93,8 @@ type Handler struct {
 	// How every limit of this handler is applied (default: enforced).
 	Mode *Mode `json:"mode,omitempty"`
 
-	// What happens to requests when the store fails: `open` lets them pass
-	// (default: the app's).
+	// What happens to requests when the store fails: `open` lets them pass,
+	// `closed` answers all but critical ones with 503 (default: the app's).
 	OnStoreError string `json:"on_store_error,omitempty"`
 
 	// Whether allowed responses carry the RateLimit and RateLimit-Policy
@@ -123,6 +125,8 @@ type Handler struct {
 	// Whether a private peer that sends X-Forwarded-For is worth a warning:
 	// every client behind it would count as one.
 	warnForwarded atomic.Bool
+
+	complaints everySecond
 }
 
 // RateLimit is one token bucket for each identity: requests refill it, and a
@@ -325,43 +329,55 @@ type taken struct {
 
 // judge decides about a request and says so to it, to metrics and to the log. A
 // bug in here lets the request pass.
-func (h *Handler) judge(a *attachment, w http.ResponseWriter, r *http.Request, t *taken) (v *verdict) {
-	defer func() {
-		if p := recover(); p != nil {
-			h.logger.Error("bug in stripe_ratelimit; the request passes", zap.Any("panic", p), zap.Stack("stack"))
-			v = &verdict{outcome: outcomePanic, pool: h.Pool}
-			a.pool.metrics.request(v.criticality, v.outcome)
+func (h *Handler) judge(a *attachment, w http.ResponseWriter, r *http.Request, t *taken) *verdict {
+	v := &verdict{outcome: outcomeAllowed, pool: h.Pool}
+	repl, _ := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
+	h.guard(v, func() { h.decide(a, r, repl, v, t) })
+	h.guard(v, func() {
+		h.annotate(r, repl, v)
+		if !v.rejects() && (h.RateLimitHeaders == nil || *h.RateLimitHeaders) {
+			setRateLimitFields(w.Header(), v.limits)
 		}
-	}()
-	repl := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
-	v = &verdict{outcome: outcomeAllowed, pool: h.Pool}
-	h.decide(a, r, repl, v, t)
-	h.annotate(r, repl, v)
-	if !v.rejects() && (h.RateLimitHeaders == nil || *h.RateLimitHeaders) {
-		setRateLimitFields(w.Header(), v.limits)
-	}
+		if c := h.logger.Check(zap.DebugLevel, "decided"); c != nil {
+			c.Write(zap.String("pool", h.Pool), zap.String("outcome", string(v.outcome)),
+				zap.Stringer("criticality", v.criticality), zap.Stringer("identity", v.identity))
+		}
+	})
 	a.pool.metrics.request(v.criticality, v.outcome)
-	if c := h.logger.Check(zap.DebugLevel, "decided"); c != nil {
-		c.Write(zap.String("pool", h.Pool), zap.String("outcome", string(v.outcome)),
-			zap.Stringer("criticality", v.criticality), zap.Stringer("identity", v.identity))
-	}
 	return v
 }
 
 // giveBack releases what a request has taken.
 func (h *Handler) giveBack(a *attachment, t *taken) {
+	h.guard(new(verdict), func() {
+		if t.slot != 0 {
+			a.fleet.Release(t.slot)
+			t.slot = 0
+		}
+		a.store.Release(t.admission)
+		a.store.denials.Ended(t.admission)
+		t.admission = limiters.Admission{}
+	})
+}
+
+// guard runs code of ours. A bug in it becomes a verdict that lets the request
+// pass.
+func (h *Handler) guard(v *verdict, run func()) {
 	defer func() {
 		if p := recover(); p != nil {
-			h.logger.Error("bug in stripe_ratelimit; leases and claims end by themselves", zap.Any("panic", p), zap.Stack("stack"))
+			h.complain("bug in stripe_ratelimit; requests pass, leases and claims end by themselves", zap.Any("panic", p), zap.Stack("stack"))
+			*v = verdict{outcome: outcomePanic, pool: v.pool, criticality: v.criticality, identity: v.identity}
 		}
 	}()
-	if t.slot != 0 {
-		a.fleet.Release(t.slot)
-		t.slot = 0
+	run()
+}
+
+// complain logs what is wrong with the handler, at most once a second: it may be
+// so for every request.
+func (h *Handler) complain(message string, fields ...zap.Field) {
+	if more, ok := h.complaints.allow(time.Now()); ok {
+		h.logger.Error(message, append(fields, zap.Int64("complaints_not_logged", more))...)
 	}
-	a.store.Release(t.admission)
-	a.store.denials.Ended(t.admission)
-	t.admission = limiters.Admission{}
 }
 
 // Interface guards
@@ -369,5 +385,6 @@ var (
 	_ caddy.Module                = (*Handler)(nil)
 	_ caddy.Provisioner           = (*Handler)(nil)
 	_ caddy.CleanerUpper          = (*Handler)(nil)
+	_ caddyfile.Unmarshaler       = (*Handler)(nil)
 	_ caddyhttp.MiddlewareHandler = (*Handler)(nil)
 )

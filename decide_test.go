@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package striperatelimit
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"net/http/httptest"
+	"testing"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
+)
+
+// failingStore is a store that answers nobody.
+type failingStore struct{ limiters.Store }
+
+func (failingStore) Admit(_ context.Context, asks []limiters.Ask) (limiters.Admission, error) {
+	results := 0
+	for _, ask := range asks {
+		results += len(ask.Checks)
+	}
+	return limiters.Admission{Allowed: true, Results: make([]limiters.Result, results)}, errors.New("no answer")
+}
+func (failingStore) Release(limiters.Admission) {}
+
+// brokenStore is a store with a bug.
+type brokenStore struct{ failingStore }
+
+func (brokenStore) Admit(context.Context, []limiters.Ask) (limiters.Admission, error) {
+	panic("bug")
+}
+
+// onStore returns the handler on a store that is not of this world, ready to
+// serve.
+func (h *Handler) onStore(t *testing.T, s limiters.Store) *Handler {
+	t.Helper()
+	ctx, cancel := caddy.NewContext(caddy.Context{Context: context.Background()})
+	t.Cleanup(cancel)
+	h.Pool, h.Key, h.IPv6Prefix = testPool(t), []string{sourceAPIKey}, 64
+	h.app = &App{hasher: newHasher([]byte("s")), declared: map[string][]*declaredLimit{}}
+	h.logger, h.entered = ctx.Logger(), "entered"
+	if err := h.provisionLimits(ctx); err != nil {
+		t.Fatal(err)
+	}
+	p, err := newPool(h.Pool)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.attached = &attachment{shared: &shared{
+		pool:  p.(*pool),
+		store: &store{Store: s, denials: limiters.NewDenials()},
+	}}
+	h.attached.refs.Store(1)
+	for _, l := range h.limits {
+		h.attached.limits = append(h.attached.limits, h.attached.pool.limit(l.numbers.limit))
+	}
+	return h
+}
+
+// serve sends a GET through the handler and returns the status and what the
+// placeholder outcome says then.
+func (h *Handler) serve(t *testing.T) (status int, said string) {
+	t.Helper()
+	w := httptest.NewRecorder()
+	r := httptest.NewRequest(http.MethodGet, "/", nil)
+	r.Header.Set("X-Api-Key", "sk_live_1")
+	repl := caddy.NewReplacer()
+	r = caddyhttp.PrepareRequest(r, repl, w, nil)
+	err := h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error { return nil }))
+	if err != nil {
+		t.Fatal(err)
+	}
+	said, _ = repl.GetString("http.stripe_ratelimit.outcome")
+	return w.Code, said
+}
+
+func TestStoreFails(t *testing.T) {
+	rate := func(name, mode string) *RateLimit {
+		return &RateLimit{Name: name, Requests: 1, Mode: &Mode{State: mode}}
+	}
+	cases := []struct {
+		name, onStoreError string
+		limits             []*RateLimit
+		want               int
+	}{
+		{"open", "open", []*RateLimit{rate("a", "enforce")}, 200},
+		{"closed", "closed", []*RateLimit{rate("a", "enforce")}, 503},
+		{"dark never rejects", "closed", []*RateLimit{rate("a", "dark")}, 200},
+		{"a dark one beside an enforced one", "closed", []*RateLimit{rate("a", "dark"), rate("b", "enforce")}, 503},
+		{"nobody is asked", "closed", []*RateLimit{rate("a", "off")}, 200},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			h := (&Handler{OnStoreError: c.onStoreError, Rate: c.limits}).onStore(t, failingStore{})
+			if got, _ := h.serve(t); got != c.want {
+				t.Errorf("got %d, want %d", got, c.want)
+			}
+		})
+	}
+}
+
+// A bug of ours lets the request pass, and everybody hears of it.
+func TestBugPasses(t *testing.T) {
+	h := (&Handler{Rate: []*RateLimit{{Requests: 1}}}).onStore(t, brokenStore{})
+	if status, said := h.serve(t); status != 200 || said != "panic" {
+		t.Errorf("got status %d and outcome %q, want 200 and panic", status, said)
+	}
+	counted := series(t, newTestRegistry(t), "requests_total", h.Pool)
+	for labels, n := range counted {
+		if n > 0 && (n != 1 || labels != "criticality=get outcome=panic") {
+			t.Errorf("requests_total{%s}: got %v, want one GET with outcome panic; all: %v", labels, n, counted)
+		}
+	}
+}

@@ -5,14 +5,17 @@ package striperatelimit
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"testing"
+	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
 
 // failingStore is a store that answers nobody.
@@ -113,6 +116,59 @@ func TestBugPasses(t *testing.T) {
 	for labels, n := range counted {
 		if n > 0 && (n != 1 || labels != "criticality=get outcome=panic") {
 			t.Errorf("requests_total{%s}: got %v, want one GET with outcome panic; all: %v", labels, n, counted)
+		}
+	}
+}
+
+func TestMode_Dark(t *testing.T) {
+	in, out := limiters.Identity{15: 24}, limiters.Identity{15: 25}
+	var none limiters.Identity
+	cases := []struct {
+		name          string
+		mode          *Mode
+		in, out, none bool
+	}{
+		{"no mode", nil, false, false, false},
+		{"enforce", &Mode{State: "enforce"}, false, false, false},
+		{"enforce 100 is enforce", &Mode{State: "enforce", Percent: new(100)}, false, false, false},
+		{"enforce 25", &Mode{State: "enforce", Percent: new(25)}, false, true, true},
+		{"enforce 0 is dark", &Mode{State: "enforce", Percent: new(0)}, true, true, true},
+		{"dark", &Mode{State: "dark"}, true, true, true},
+	}
+	for _, c := range cases {
+		got := [3]bool{c.mode.dark(in), c.mode.dark(out), c.mode.dark(none)}
+		if want := [3]bool{c.in, c.out, c.none}; got != want {
+			t.Errorf("%s: dark for an identity in the share, out of it, and without: got %v, want %v", c.name, got, want)
+		}
+	}
+}
+
+// A client that goes away while its request waits for a slot is no error of the
+// store.
+func TestClientGoesWhileTheFleetIsAsked(t *testing.T) {
+	answer := make(chan struct{})
+	f := shedding.NewFleet(func(context.Context, shedding.SyncRequest) (shedding.SyncReply, error) {
+		<-answer
+		return shedding.SyncReply{}, errors.New("too late")
+	}, slog.New(slog.DiscardHandler))
+	defer f.Close()
+	defer close(answer)
+	f.Set(shedding.FleetSettings{Capacity: 1})
+
+	h := &Handler{Pool: testPool(t)}
+	a := &attachment{shared: &shared{store: &store{timeout: time.Hour}, fleet: &fleet{f}}}
+	modes := &shedderModes{fleet: &shedderMode{metrics: newShedderMetrics(h.Pool, "fleet")}, of: a.fleet}
+	r := httptest.NewRequest(http.MethodGet, "/", nil)
+	ctx, cancel := context.WithCancel(r.Context())
+	cancel()
+	shed, cancel := h.shed(a, modes, &ctx, r, &verdict{criticality: shedding.Get}, new(taken))
+	defer cancel()
+	if shed {
+		t.Error("shed, though nobody has said that no slot is free")
+	}
+	for labels, n := range series(t, newTestRegistry(t), "decisions_total", h.Pool) {
+		if n != 0 {
+			t.Errorf("decisions_total{%s}: got %v, want 0", labels, n)
 		}
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"math/big"
 	"net/http"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -127,6 +128,7 @@ type apiError struct {
 // clients' return: they obey Retry-After to the millisecond.
 func (h *Handler) reject(w http.ResponseWriter, r *http.Request, v *verdict, u float64) error {
 	header := w.Header()
+	v.settleFields(header)
 	var e apiError
 	switch {
 	case v.closed:
@@ -168,6 +170,22 @@ func (h *Handler) reject(w http.ResponseWriter, r *http.Request, v *verdict, u f
 	}
 	return nil
 }
+
+// settleFields takes back what pools that the request has passed promised: a 503
+// has no RateLimit fields, and a 429 no time before Retry-After or after it that
+// a client could take for the one to wait.
+func (v *verdict) settleFields(header http.Header) {
+	if v.denied == nil {
+		header.Del("RateLimit")
+		header.Del("RateLimit-Policy")
+		return
+	}
+	for i, field := range header["Ratelimit"] {
+		header["Ratelimit"][i] = resetRE.ReplaceAllString(field, "")
+	}
+}
+
+var resetRE = regexp.MustCompile(`;t=\d+`)
 
 // overloaded returns the 503 of a request that was shed. The more is shed, the
 // longer and the wider clients are spread; test traffic is told not to return
@@ -218,7 +236,13 @@ func retryAfter(wait time.Duration, u float64) int {
 }
 
 // seconds rounds up.
-func seconds(d time.Duration) int64 { return int64((d + time.Second - 1) / time.Second) }
+func seconds(d time.Duration) int64 {
+	whole := int64(d / time.Second)
+	if d%time.Second > 0 {
+		whole++
+	}
+	return whole
+}
 
 // body renders the error as Stripe's API would.
 func (e *apiError) body(docURL string) []byte {

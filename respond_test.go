@@ -5,6 +5,7 @@ package striperatelimit
 import (
 	"encoding/json"
 	"fmt"
+	"math"
 	"net/http"
 	"net/http/httptest"
 	"regexp"
@@ -276,6 +277,36 @@ func TestReject_Error(t *testing.T) {
 	}
 }
 
+// What pools that a request has passed say of themselves does not contradict the
+// rejection.
+func TestReject_AfterOtherPools(t *testing.T) {
+	limit := said(t, "rate", "1/1s burst 1 cost 1", limitDenied(0, time.Millisecond, time.Millisecond))
+	cases := []struct {
+		name      string
+		verdict   *verdict
+		rateLimit []string
+	}{
+		{"denied", deniedBy(limit), []string{`"edge";r=3, "other";r=1`, `"rate";r=0;t=1`}},
+		{"closed", &verdict{outcome: outcomeStoreError, closed: true}, nil},
+		{"shed", &verdict{outcome: outcomeShed, shedBy: "fleet"}, nil},
+	}
+	for _, c := range cases {
+		r, _ := newRequest("GET", "/")
+		w := httptest.NewRecorder()
+		w.Header().Set("RateLimit", `"edge";r=3;t=60, "other";r=1`)
+		w.Header().Set("RateLimit-Policy", `"edge";q=5;w=300, "other";q=1;w=60`)
+		if err := new(Handler).reject(w, r, c.verdict, 0); err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(c.rateLimit, w.Header().Values("RateLimit")); diff != "" {
+			t.Errorf("%s: RateLimit, -want +got:\n%s", c.name, diff)
+		}
+		if got, want := len(w.Header().Values("RateLimit-Policy")), len(c.rateLimit); got != want {
+			t.Errorf("%s: got RateLimit-Policy %d times, want %d", c.name, got, want)
+		}
+	}
+}
+
 func TestReject_LogLevel(t *testing.T) {
 	limit := said(t, "rate", "1/1s burst 1 cost 1", limitDenied(0, time.Millisecond, time.Millisecond))
 	closed := &verdict{outcome: outcomeStoreError, closed: true}
@@ -315,6 +346,7 @@ func TestRetryAfter(t *testing.T) {
 		{9*time.Second + 1, 10, 12},
 		{100 * time.Second, 100, 120},
 		{24 * time.Hour, 86_400, 103_680},
+		{math.MaxInt64, 9_223_372_037, 11_068_046_444},
 	}
 	for _, c := range cases {
 		if got := retryAfter(c.wait, 0); got != c.least {
@@ -326,6 +358,9 @@ func TestRetryAfter(t *testing.T) {
 		// Every second between comes as often as any other.
 		seen := make(map[int]int)
 		n := c.most - c.least + 1
+		if n > 1_000_000 {
+			continue
+		}
 		for i := range n {
 			seen[retryAfter(c.wait, (float64(i)+0.5)/float64(n))]++
 		}

@@ -348,7 +348,9 @@ func (h *Handler) shed(a *attachment, modes *shedderModes, ctx *context.Context,
 		t.slot = v.criticality
 	}
 	if err != nil { // the client has gone, or the store has: no reason to shed
-		f.metrics.failed(dark)
+		if !errors.Is(err, context.Canceled) {
+			f.metrics.failed(dark)
+		}
 		return false, cancel
 	}
 	f.metrics.decision(dark, !got)

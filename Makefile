@@ -21,6 +21,7 @@ check: format tidy vet lint test ## What must pass before a commit; `bash .ci/ru
 .PHONY: test
 test: needs-redis ## Run every test once: race detector, random order, real Redis
 	go test -race -shuffle=on -count=1 -timeout 15m ./...
+	go test -C benchmarks -count=1 ./...
 
 .PHONY: race
 race: needs-redis ## Run every test COUNT times (5), to find races and flaky tests
@@ -48,6 +49,10 @@ bench: ## Run the benchmarks BENCH (all) six times, into bin/bench.txt for bench
 .PHONY: bench-once
 bench-once: # run each benchmark once, so that they always work
 	go test -run '^$$' -bench . -benchtime 1x ./...
+
+.PHONY: plots
+plots: ## Draw the plots of the documentation anew
+	go run -C benchmarks ./plot -o ../docs/workers.svg
 
 .PHONY: lint
 lint: bin/golangci-lint ## Run golangci-lint

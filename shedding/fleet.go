@@ -61,8 +61,8 @@ type FleetStatus struct {
 	Fleet SyncReply
 }
 
-// ErrClosed is why a request passes a Fleet that is closed.
-var ErrClosed = errors.New("fleet: closed")
+// errClosed is why a request passes a Fleet that is closed.
+var errClosed = errors.New("fleet: closed")
 
 // NewFleet returns a fleet shedder that counts and sheds nothing yet. With a nil
 // sync the fleet is this one process. What goes wrong is logged to log.
@@ -309,7 +309,7 @@ func (f *Fleet) takeNextLocked() *flight {
 // withdraw tells the fleet that this instance is no more.
 func (f *Fleet) withdraw() {
 	f.mu.Lock()
-	f.landLocked(time.Now(), f.takeNextLocked(), ErrClosed)
+	f.landLocked(time.Now(), f.takeNextLocked(), errClosed)
 	request := f.share.request(time.Now(), 0)
 	request.Leave = true
 	f.share.limit = 0

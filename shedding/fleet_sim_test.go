@@ -92,8 +92,6 @@ func (s *simulation) upTo(d time.Duration) time.Duration {
 	return time.Duration(s.rng.Float64() * float64(d))
 }
 
-func (s *simulation) chance(p float64) bool { return s.rng.Float64() < p }
-
 // run lets time pass, and holds the invariants at every tick.
 func (s *simulation) run(d time.Duration) {
 	s.Helper()

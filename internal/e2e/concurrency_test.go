@@ -251,9 +251,7 @@ func TestConcurrency_ClosedLoop(t *testing.T) {
 				if n := denied.Load(); n != 0 {
 					t.Errorf("%d of %d requests were denied, want none", n, clients*requests)
 				}
-				if store == "redis" {
-					c.noStoreErrors(t)
-				}
+				c.noStoreErrors(t)
 			})
 		}
 	}

@@ -5,6 +5,7 @@ package e2e
 import (
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -13,12 +14,14 @@ import (
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/redistest"
 )
 
-// A request waits 50ms for a store that fails. The slack is for machines with
-// more to do than this test; what other clients do by default (dial for 5s,
-// read for 3s, try again) is beyond it.
+// A request waits 50ms for a store that fails. How much longer the machine lets
+// it wait is bounded loosely, because the machine may have more to do than this
+// test. What clients of Redis do by default (dial for 5s, read for 3s, try
+// again) is beyond it all the same.
 const (
 	storeTimeout = 50 * time.Millisecond
-	slack        = 950 * time.Millisecond
+	mostMedian   = storeTimeout + 450*time.Millisecond
+	mostWorst    = storeTimeout + 2450*time.Millisecond
 )
 
 // outage sends requests of a key for some seconds while the store fails, and
@@ -32,8 +35,7 @@ func outage(t *testing.T, c *caddy, key string) {
 
 	begin := time.Now()
 	var mu sync.Mutex // guards below
-	var requests int
-	var worst time.Duration
+	var took []time.Duration
 	var wg sync.WaitGroup
 	for range clients {
 		client := newClient(t, false)
@@ -45,8 +47,7 @@ func outage(t *testing.T, c *caddy, key string) {
 					return
 				}
 				mu.Lock()
-				requests++
-				worst = max(worst, a.came.Sub(a.sent))
+				took = append(took, a.came.Sub(a.sent))
 				mu.Unlock()
 			}
 		})
@@ -55,9 +56,15 @@ func outage(t *testing.T, c *caddy, key string) {
 	lines := warnings(c.Logs()[logged:])
 	elapsed := time.Since(begin)
 
-	t.Logf("%d requests, p100 %v, %d log lines in %v", requests, worst, len(lines), elapsed)
-	if worst > storeTimeout+slack {
-		t.Errorf("a request took %v, want at most %v and some slack", worst, storeTimeout)
+	requests := len(took)
+	if requests == 0 {
+		t.Fatal("no request was answered")
+	}
+	slices.Sort(took)
+	median, worst := took[requests/2], took[requests-1]
+	t.Logf("%d requests, p50 %v, p100 %v, %d log lines in %v", requests, median, worst, len(lines), elapsed)
+	if median > mostMedian || worst > mostWorst {
+		t.Errorf("requests took %v in the median and %v at worst, want about %v", median, worst, storeTimeout)
 	}
 	if n := c.metric(t, "store_errors_total", `operation="admit"`) - failed; n != float64(requests) {
 		t.Errorf("store_errors_total: %v more, want %d", n, requests)

@@ -143,6 +143,7 @@ func (a *App) newStore() (caddy.Destructor, error) {
 	case u.IsClusterMode || len(u.Addrs) > 1:
 		s.kind = "redis_cluster"
 	}
+	s.count = newStoreObserver()
 	options := *a.options
 	options.Observe = s.observe
 	s.Store = limiters.NewRedis(options)

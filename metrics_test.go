@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"strings"
 	"testing"
 	"time"
@@ -92,9 +93,13 @@ func TestMetrics_Lint(t *testing.T) {
 	newPoolMetrics(pool)
 	newLimitMetrics(pool, limit)
 	newStoreObserver()("admit", time.Millisecond, nil)
+	utilizationUnknown.WithLabelValues(pool).Inc()
+	t.Cleanup(func() { utilizationUnknown.DeleteLabelValues(pool) })
 	setGauges(t, gaugeSnapshot{store: "redis", pools: []poolGauges{{
 		pool: pool, critical: 1,
-		limits: []limitGauge{{kind: "rate", name: "rate", source: "config", strength: 2}},
+		limits:  []limitGauge{{kind: "rate", name: "rate", source: "config", strength: 2}},
+		workers: &shedding.WorkersStatus{Utilization: math.NaN()},
+		fleet:   &shedding.FleetStatus{Claim: 1},
 	}}})
 
 	problems, err := testutil.GatherAndLint(reg)
@@ -115,12 +120,20 @@ func TestMetrics_Lint(t *testing.T) {
 	}
 	want := []string{
 		"caddy_stripe_ratelimit_decisions_total",
+		"caddy_stripe_ratelimit_fleet_allocation",
+		"caddy_stripe_ratelimit_fleet_claims",
+		"caddy_stripe_ratelimit_fleet_in_flight",
+		"caddy_stripe_ratelimit_fleet_instances",
 		"caddy_stripe_ratelimit_in_flight",
 		"caddy_stripe_ratelimit_limit_mode",
 		"caddy_stripe_ratelimit_requests_total",
+		"caddy_stripe_ratelimit_shed_probability",
 		"caddy_stripe_ratelimit_store_duration_seconds",
 		"caddy_stripe_ratelimit_store_errors_total",
 		"caddy_stripe_ratelimit_store_info",
+		"caddy_stripe_ratelimit_worker_shed_level",
+		"caddy_stripe_ratelimit_worker_utilization",
+		"caddy_stripe_ratelimit_worker_utilization_unknown_total",
 	}
 	if diff := cmp.Diff(want, names); diff != "" {
 		t.Errorf("metrics (-want +got):\n%s", diff)

@@ -125,7 +125,8 @@ func (s *shared) commit(declared []*declaredLimit) {
 type store struct {
 	limiters.Store
 	denials *limiters.Denials
-	kind    string        // memory, redis, redis_cluster or redis_sentinel
+	kind    string // memory, redis, redis_cluster or redis_sentinel
+	count   func(operation string, took time.Duration, err error)
 	timeout time.Duration // of all store work that one request waits for
 	log     everySecond
 }
@@ -134,13 +135,9 @@ type store struct {
 // nobody is left who would take or release.
 func (s *store) Destruct() error { return s.Close() }
 
-// countStore returns what counts the operations of Redis stores. Who has none
-// does not see its metrics.
-var countStore = sync.OnceValue(newStoreObserver)
-
 // observe counts an operation of the store and logs when it failed.
 func (s *store) observe(operation string, took time.Duration, err error) {
-	countStore()(operation, took, err)
+	s.count(operation, took, err)
 	if err == nil {
 		return
 	}

@@ -169,7 +169,7 @@ func newStoreObserver() func(operation string, took time.Duration, err error) {
 		durations[operation] = storeDuration.WithLabelValues(operation)
 		for _, reason := range []string{
 			"timeout", "connection", "late", "loading", "readonly", "oom", "auth",
-			"busy", "cluster", "wrong_type", "shape", "closed", "other",
+			"busy", "cluster", "wrong_type", "shape", "closed", "panic", "other",
 		} {
 			storeErrorsTotal.WithLabelValues(operation, reason)
 		}

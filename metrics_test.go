@@ -299,8 +299,8 @@ func TestStoreObserver(t *testing.T) {
 	observe("new_operation", time.Millisecond, io.EOF)
 
 	got := series(t, reg, "store_errors_total", "")
-	if len(got) != 4*13+1 {
-		t.Errorf("store_errors_total: got %d series, want 13 reasons of 4 operations and 1", len(got))
+	if len(got) != 4*14+1 {
+		t.Errorf("store_errors_total: got %d series, want 14 reasons of 4 operations and 1", len(got))
 	}
 	want := map[string]float64{
 		"operation=admit reason=timeout":            1,

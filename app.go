@@ -6,7 +6,7 @@ import (
 	"cmp"
 	"context"
 	"crypto/rand"
-	"encoding/json"
+	"errors"
 	"fmt"
 	"strings"
 	"sync"
@@ -121,12 +121,9 @@ func (a *App) provisionStore(secret string) error {
 		Timeout:   cmp.Or(time.Duration(config.Timeout), limiters.DefaultTimeout),
 		KeyPrefix: config.KeyPrefix,
 	}
-	key, err := json.Marshal(config)
-	if err != nil {
-		return err
-	}
-	a.storeKey = "redis " + string(key)
-	return nil
+	key, err := config.key()
+	a.storeKey = "redis " + key
+	return err
 }
 
 // newStore makes the store of this config, for the pool of stores.
@@ -278,7 +275,19 @@ func expand(text string) (string, error) {
 	if text == "" {
 		return "", nil
 	}
-	return caddy.NewReplacer().ReplaceOrErr(text, true, true)
+	repl := caddy.NewReplacer()
+	replaced, err := repl.ReplaceOrErr(text, true, true)
+	if err == nil {
+		return replaced, nil
+	}
+	// Its error quotes what stands in braces, which may be part of a secret. Only
+	// what names a variable or a file is shown.
+	for _, name := range placeholderRE.FindAllString(text, -1) {
+		if _, err := repl.ReplaceOrErr(name, true, true); err != nil {
+			return "", err
+		}
+	}
+	return "", errors.New(`braces that are neither {env.*} nor {file.*}; write \{ and \} where they belong to the text`)
 }
 
 var (

@@ -503,7 +503,7 @@ func heldKey(t *testing.T, client *goredis.Client) string {
 func goroutinesIn(function string) int {
 	buf := make([]byte, 8<<20)
 	n := 0
-	for _, stack := range strings.Split(string(buf[:runtime.Stack(buf, true)]), "\n\n") {
+	for stack := range strings.SplitSeq(string(buf[:runtime.Stack(buf, true)]), "\n\n") {
 		if strings.Contains(stack, function) {
 			n++
 		}

@@ -3,8 +3,10 @@
 package striperatelimit
 
 import (
+	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -155,6 +157,27 @@ func (rc *RedisConfig) universal() (*redis.UniversalOptions, error) {
 	var err error
 	u.TLSConfig, err = rc.TLS.config()
 	return u, err
+}
+
+// key is equal for equal connections. Files count by what they contain: after a
+// certificate was renewed, a reload makes new connections with it.
+func (rc *RedisConfig) key() (string, error) {
+	text, err := json.Marshal(rc)
+	if err != nil || rc.TLS == nil {
+		return string(text), err
+	}
+	hash := sha256.New()
+	for _, file := range []string{rc.TLS.CA, rc.TLS.Cert, rc.TLS.Key} {
+		if file == "" {
+			continue
+		}
+		content, err := os.ReadFile(file)
+		if err != nil {
+			return "", fmt.Errorf("redis tls: %w", err)
+		}
+		hash.Write(content)
+	}
+	return fmt.Sprintf("%s %x", text, hash.Sum(nil)), nil
 }
 
 // config returns the TLS configuration; that of a nil RedisTLS trusts the

@@ -96,6 +96,8 @@ var placeholderRE = regexp.MustCompile(`\{(env|file)\.[^{}]*\}`)
 func (rc *RedisConfig) validate() error {
 	cluster := rc.Cluster || len(rc.Addresses) > 1 && rc.MasterName == ""
 	switch {
+	case rc.DB < 0 || rc.Timeout < 0 || rc.PoolSize < 0:
+		return errors.New("redis has a db, timeout or pool_size below 0")
 	case rc.Cluster && rc.MasterName != "":
 		return errors.New("redis has both cluster and master_name; master_name is for Sentinel, which is no Cluster")
 	case rc.MasterName == "" && (rc.SentinelUsername != "" || rc.SentinelPassword != ""):

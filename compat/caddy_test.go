@@ -29,6 +29,7 @@ const (
 	long           // 1/h, should_retry auto
 	second         // 1/s
 	busy           // one in progress
+	full           // sheds all but critical requests
 	closed         // no store, on_store_error closed
 	numSites
 )

@@ -145,15 +145,23 @@ func TestStripeGo_ConcurrencyDenied(t *testing.T) {
 	}
 }
 
-// A 503 of the limiter itself is an error of the API's own kind.
-func TestStripeGo_Closed(t *testing.T) {
+// What an error says to a client when the fault is not its own, by site.
+var unavailable = map[int]string{
+	closed: "limiter_unavailable",
+	full:   "overloaded",
+}
+
+// A 503 of ours is an error of the API's own kind.
+func TestStripeGo_Unavailable(t *testing.T) {
 	for _, version := range stripeGo {
-		t.Run(version.name, func(t *testing.T) {
-			err := version.create(new(recorder).client(), siteURLs[closed], keyOf(t))
-			e, ok := version.error(err)
-			if !ok || e.Status != http.StatusServiceUnavailable || e.Code != "limiter_unavailable" || e.Type != "api_error" {
-				t.Errorf("got error %v, want a *stripe.Error 503 limiter_unavailable", err)
-			}
-		})
+		for site, code := range unavailable {
+			t.Run(version.name+" "+code, func(t *testing.T) {
+				err := version.create(new(recorder).client(), siteURLs[site], keyOf(t))
+				e, ok := version.error(err)
+				if !ok || e.Status != http.StatusServiceUnavailable || e.Code != code || e.Type != "api_error" {
+					t.Errorf("got error %v, want a *stripe.Error 503 %s", err, code)
+				}
+			})
+		}
 	}
 }

@@ -111,12 +111,16 @@ func TestStripeNode_ShouldRetryRecovers(t *testing.T) {
 }
 
 // stripe-node retries a 503, and must not take the last one for a success.
-func TestStripeNode_Closed(t *testing.T) {
-	got := stripeNode(t, closed, keyOf(t))
-	if got.OK {
-		t.Fatalf("a 503 became the success %q", got.ID)
-	}
-	if e := got.Error; e.RateLimitError || e.Status != http.StatusServiceUnavailable || e.Code != "limiter_unavailable" || e.Type != "api_error" {
-		t.Errorf("got %+v, want an api_error 503 limiter_unavailable", e)
+func TestStripeNode_Unavailable(t *testing.T) {
+	for site, code := range unavailable {
+		t.Run(code, func(t *testing.T) {
+			got := stripeNode(t, site, keyOf(t))
+			if got.OK {
+				t.Fatalf("a 503 became the success %q", got.ID)
+			}
+			if e := got.Error; e.RateLimitError || e.Status != http.StatusServiceUnavailable || e.Code != code || e.Type != "api_error" {
+				t.Errorf("got %+v, want an api_error 503 %s", e, code)
+			}
+		})
 	}
 }

@@ -48,6 +48,8 @@ type App struct {
 	mu       sync.Mutex                  // guards below, while handlers are provisioned
 	declared map[string][]*declaredLimit // by pool
 	shedders map[string]*shedders        // by pool
+
+	running []*shared // what the config holds since it has started
 }
 
 // CaddyModule returns the Caddy module information.
@@ -154,6 +156,15 @@ func (*App) Start() error { return nil }
 // Stop implements caddy.App. Nothing hangs on it: requests go on.
 func (*App) Stop() error { return nil }
 
+// Cleanup lets go of what the config holds, which withdraws it from the fleets
+// that the next one has not joined.
+func (a *App) Cleanup() error {
+	for _, held := range a.running {
+		held.release()
+	}
+	return nil
+}
+
 // declaredLimit is a limit as a handler of this config has it.
 type declaredLimit struct {
 	numbers  *limitNumbers
@@ -196,14 +207,15 @@ func (s started) Handle(context.Context, caddy.Event) error {
 	runningStore.Store(any(a.storeKey))
 	for name, config := range a.shedders {
 		declared := a.declared[name]
-		// References of its own for the moment: handlers may be gone already.
-		pool, err := a.share(name)
+		held, err := a.share(name)
 		if err != nil {
 			return err
 		}
-		pool.commit(declared)
-		pool.commitShedders(config)
-		pool.release()
+		a.running = append(a.running, held)
+		held.commit(declared)
+		if err := held.commitShedders(config); err != nil {
+			return err
+		}
 		words := append(summary(declared, a.options != nil), config.summary()...)
 		a.logger.Info("limits in force", zap.String("pool", name), zap.String("limits", strings.Join(words, "; ")))
 	}
@@ -291,6 +303,7 @@ func expand(text string) (string, error) {
 }
 
 var (
-	_ caddy.App         = (*App)(nil)
-	_ caddy.Provisioner = (*App)(nil)
+	_ caddy.App          = (*App)(nil)
+	_ caddy.Provisioner  = (*App)(nil)
+	_ caddy.CleanerUpper = (*App)(nil)
 )

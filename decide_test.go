@@ -157,7 +157,8 @@ func TestClientGoesWhileTheFleetIsAsked(t *testing.T) {
 
 	h := &Handler{Pool: testPool(t)}
 	a := &attachment{shared: &shared{store: &store{timeout: time.Hour}, fleet: &fleet{f}}}
-	modes := &shedderModes{fleet: &shedderMode{metrics: newShedderMetrics(h.Pool, "fleet")}, of: a.fleet}
+	a.refs.Store(1)
+	modes := &shedderModes{fleet: &shedderMode{metrics: newShedderMetrics(h.Pool, "fleet")}, of: a.shared}
 	r := httptest.NewRequest(http.MethodGet, "/", nil)
 	ctx, cancel := context.WithCancel(r.Context())
 	cancel()

@@ -325,6 +325,7 @@ func (h *Handler) attachment() (*attachment, error) {
 type taken struct {
 	admission limiters.Admission
 	slot      shedding.Criticality // of the fleet; zero: none
+	of        *shared              // of whose fleet; nil: it was not asked
 }
 
 // judge decides about a request and says so to it, to metrics and to the log. A
@@ -350,9 +351,12 @@ func (h *Handler) judge(a *attachment, w http.ResponseWriter, r *http.Request, t
 // giveBack releases what a request has taken.
 func (h *Handler) giveBack(a *attachment, t *taken) {
 	h.guard(new(verdict), func() {
-		if t.slot != 0 {
-			a.fleet.Release(t.slot)
-			t.slot = 0
+		if t.of != nil {
+			if t.slot != 0 {
+				t.of.fleet.Release(t.slot)
+			}
+			t.of.release()
+			t.of, t.slot = nil, 0
 		}
 		a.store.Release(t.admission)
 		a.store.denials.Ended(t.admission)

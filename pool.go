@@ -19,9 +19,10 @@ import (
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
 
-// What outlives a config lives here. A config holds one reference to the pools
-// and the store of its handlers, and so does every request in progress, because
-// requests outlive their config and may even start on it after its Cleanup.
+// What outlives a config lives here. A config holds references to the pools and
+// the store of its handlers and to the fleets it has joined, and so does every
+// request in progress, because requests outlive their config and may even start
+// on it after its Cleanup.
 var (
 	pools  = caddy.NewUsagePool() // pool name -> *pool
 	stores = caddy.NewUsagePool() // App.storeKey -> *store
@@ -195,15 +196,18 @@ func (s *store) syncFleet(pool string) shedding.SyncFunc {
 	}
 }
 
-// shared is one reference to a pool, its store and its part in the fleet.
+// shared is a hold on a pool and its store, and on the pool's part in a fleet if
+// that was joined: one reference of the config, and one of each request in
+// progress. The last to let go releases it.
 type shared struct {
 	pool  *pool
 	store *store
-	fleet *fleet
+	fleet *fleet // nil: not joined
 	keys  fleetKey
+	refs  atomic.Int64
 }
 
-// share takes a reference to what the handlers of a pool share, which it makes
+// share takes one reference to what the handlers of a pool share, which it makes
 // if need be. It does not dial.
 func (a *App) share(name string) (*shared, error) {
 	s := &shared{keys: fleetKey{a.storeKey, name}}
@@ -217,31 +221,48 @@ func (a *App) share(name string) (*shared, error) {
 		return nil, err
 	}
 	s.pool, s.store = p.(*pool), st.(*store)
-	f, _, err := fleets.LoadOrNew(s.keys, func() (caddy.Destructor, error) {
-		return &fleet{shedding.NewFleet(s.store.syncFleet(name), slogger(name))}, nil
-	})
-	if err != nil {
-		_, _ = stores.Delete(a.storeKey)
-		_, _ = pools.Delete(name)
-		return nil, err
-	}
-	s.fleet = f.(*fleet)
+	s.refs.Store(1)
 	return s, nil
 }
 
-// release lets the reference go. The fleet comes first: it withdraws through
-// the store.
+// join makes s a hold on the pool's part in the fleet, too. Only a config that
+// has started joins, so that one without the fleet leaves it.
+func (s *shared) join() error {
+	f, _, err := fleets.LoadOrNew(s.keys, func() (caddy.Destructor, error) {
+		return &fleet{shedding.NewFleet(s.store.syncFleet(s.keys.pool), slogger(s.keys.pool))}, nil
+	})
+	if err == nil {
+		s.fleet = f.(*fleet)
+	}
+	return err
+}
+
+// acquire takes a reference unless there is none left.
+func (s *shared) acquire() bool {
+	for n := s.refs.Load(); n > 0; n = s.refs.Load() {
+		if s.refs.CompareAndSwap(n, n+1) {
+			return true
+		}
+	}
+	return false
+}
+
+// release lets a reference go. The fleet ends before the store: it withdraws
+// through it.
 func (s *shared) release() {
-	_, _ = fleets.Delete(s.keys)
+	if s.refs.Add(-1) > 0 {
+		return
+	}
+	if s.fleet != nil {
+		_, _ = fleets.Delete(s.keys)
+	}
 	_, _ = stores.Delete(s.keys.store)
 	_, _ = pools.Delete(s.keys.pool)
 }
 
-// attachment is a handler's hold on what its pool shares: one reference of the
-// config, and one of each request in progress. The last to let go releases it.
+// attachment is a handler's hold on what its pool shares.
 type attachment struct {
 	*shared
-	refs   atomic.Int64
 	limits []*poolLimit // of Handler.limits, in their order
 }
 
@@ -252,28 +273,10 @@ func (h *Handler) attach() (*attachment, error) {
 		return nil, err
 	}
 	a := &attachment{shared: s}
-	a.refs.Store(1)
 	for _, l := range h.limits {
 		a.limits = append(a.limits, a.pool.limit(l.numbers.limit))
 	}
 	return a, nil
-}
-
-// acquire takes a reference unless there is none left.
-func (a *attachment) acquire() bool {
-	for n := a.refs.Load(); n > 0; n = a.refs.Load() {
-		if a.refs.CompareAndSwap(n, n+1) {
-			return true
-		}
-	}
-	return false
-}
-
-// release lets a reference go.
-func (a *attachment) release() {
-	if a.refs.Add(-1) == 0 {
-		a.shared.release()
-	}
 }
 
 // snapshot is what the gauges show.
@@ -299,7 +302,7 @@ func snapshot() gaugeSnapshot {
 				limits = append(limits, modes.workers.gauge("workers"))
 			}
 			if modes.fleet != nil {
-				status := modes.of.Status()
+				status := modes.of.fleet.Status()
 				g.fleet = &status
 				limits = append(limits, modes.fleet.gauge("fleet"))
 			}

@@ -278,7 +278,7 @@ func (s *shedders) summary() []string {
 // immutable.
 type shedderModes struct {
 	fleet, workers *shedderMode // nil: there is none
-	of             *fleet
+	of             *shared      // of which the fleet is; nil without one
 }
 
 // shedderMode is how one shedder is applied.
@@ -291,10 +291,10 @@ func (m *shedderMode) gauge(kind string) limitGauge {
 	return limitGauge{kind: kind, name: kind, source: "config", strength: m.mode.strength()}
 }
 
-// commitShedders puts the shedders of a config in force, which has started.
-// The state of one that the config has no more stays, but nobody asks it.
-func (s *shared) commitShedders(config *shedders) {
-	modes := &shedderModes{of: s.fleet}
+// commitShedders puts the shedders of a config in force, which has started and
+// holds s.
+func (s *shared) commitShedders(config *shedders) error {
+	modes := new(shedderModes)
 	if w := config.workers; w != nil {
 		settings := w.settings()
 		if config.source != nil {
@@ -309,14 +309,22 @@ func (s *shared) commitShedders(config *shedders) {
 		}
 		s.pool.workers.Set(settings)
 		modes.workers = &shedderMode{w.Mode, newShedderMetrics(s.pool.name, "workers")}
+	} else if old := s.pool.shedders.Load(); old != nil && old.workers != nil {
+		// Nobody asks them, but they may be configured again. Their source is gone
+		// with its config, so they recover as if idle.
+		s.pool.workers.Set(shedding.WorkersSettings{Count: math.MaxInt64, Ramp: shedding.DefaultRamp()})
 	}
 	if f := config.fleet; f != nil {
+		if err := s.join(); err != nil {
+			return err
+		}
 		settings := f.settings(config.workers)
 		settings.Timeout = s.store.timeout
 		s.fleet.Set(settings)
-		modes.fleet = &shedderMode{f.Mode, newShedderMetrics(s.pool.name, "fleet")}
+		modes.fleet, modes.of = &shedderMode{f.Mode, newShedderMetrics(s.pool.name, "fleet")}, s
 	}
 	s.pool.shedders.Store(modes)
+	return nil
 }
 
 // shed asks the shedders, first the one that needs nobody, and reports whether
@@ -337,12 +345,16 @@ func (h *Handler) shed(a *attachment, modes *shedderModes, ctx *context.Context,
 	if f == nil || isUpgrade(r) || min(h.Mode.strength(), f.mode.strength()) == 0 {
 		return false, cancel
 	}
+	if !modes.of.acquire() { // the last config with the fleet has just gone
+		return false, cancel
+	}
+	t.of = modes.of
 	dark := h.Mode.dark(v.identity) || f.mode.dark(v.identity)
-	got := a.fleet.TryAcquire(v.criticality)
+	got := t.of.fleet.TryAcquire(v.criticality)
 	var err error
 	if !got {
 		*ctx, cancel = context.WithTimeout(*ctx, a.store.timeout)
-		got, err = a.fleet.Acquire(*ctx, v.criticality)
+		got, err = t.of.fleet.Acquire(*ctx, v.criticality)
 	}
 	if got {
 		t.slot = v.criticality

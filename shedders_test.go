@@ -211,6 +211,11 @@ func TestShedders_InheritedAndRemoved(t *testing.T) {
 	if got := s.get("sk_live_1"); got != 200 {
 		t.Errorf("after workers were removed: got %d, want 200", got)
 	}
+	// Workers that are configured again later must not begin where these ended.
+	eventually(t, func() bool {
+		time.Sleep(time.Millisecond)
+		return poolNamed("default").workers.Level() < 1
+	})
 }
 
 func TestOverloadedResponse(t *testing.T) {

@@ -21,6 +21,8 @@ import (
 
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/redistest"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/lua"
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
 
 // Every example adapts, is formatted and starts (short of Start): what people
@@ -86,8 +88,21 @@ func TestExamples_ACL(t *testing.T) {
 	store.Release(admission)
 	for <-seen != "release" {
 	}
+	share := shedding.SyncRequest{Instance: strings.Repeat("a", 32), Sequence: 1, Wanted: 1, Capacity: 10}
+	if reply, err := store.SyncFleet(t.Context(), "default", share.Args()); err != nil || len(reply) < 2 || reply[1] != 1 {
+		t.Errorf("sync of the fleet: got %v, %v; want a claim of 1", reply, err)
+	}
 	if err := store.Close(); err != nil {
 		t.Error(err)
+	}
+
+	// A script may do more in other states.
+	for _, script := range []string{lua.Admit, lua.Renew, lua.FleetSync} {
+		for _, call := range regexp.MustCompile(`redis\.call\('(\w+)'`).FindAllStringSubmatch(script, -1) {
+			if !slices.Contains(rule.rules, "+"+strings.ToLower(call[1])) {
+				t.Errorf("the user may not %s, which a script does", call[1])
+			}
+		}
 	}
 
 	refused, err := srv.Client().Do(t.Context(), "acl", "log").Slice()

@@ -262,14 +262,14 @@ func (s *shedders) summary() []string {
 		if !f.Auto {
 			text = fmt.Sprintf("%d in progress fleet-wide, %d for non-critical", f.Capacity, f.settings(s.workers).Allocation())
 		}
-		parts = append(parts, text+modeSuffix(f.Mode.strength()))
+		parts = append(parts, "fleet: "+text+modeSuffix(f.Mode.strength()))
 	}
 	if w := s.workers; w != nil {
 		text := fmt.Sprintf("%d on this instance", w.Count)
 		if s.source != nil {
 			text = "as many on this instance as its utilization allows"
 		}
-		parts = append(parts, text+modeSuffix(w.Mode.strength()))
+		parts = append(parts, "workers: "+text+modeSuffix(w.Mode.strength()))
 	}
 	return parts
 }

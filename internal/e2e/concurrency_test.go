@@ -212,7 +212,7 @@ func TestConcurrency_TwoInstances(t *testing.T) {
 // As many clients as there are slots, each with one request after the other,
 // never see a 429: a client that has its answer has its slot back.
 func TestConcurrency_ClosedLoop(t *testing.T) {
-	const clients, requests = 20, 100
+	const clients, requests = 20, 60
 	for _, store := range []string{"redis", "memory"} {
 		for _, h2c := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, h2c %v", store, h2c), func(t *testing.T) {

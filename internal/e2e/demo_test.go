@@ -11,6 +11,7 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -122,5 +123,82 @@ func TestDemo(t *testing.T) {
 				t.Fatalf("RateLimit: got %q, want none", a.field("RateLimit"))
 			}
 		}
+	})
+}
+
+// What a 429 of each kind says beyond what the demo's does.
+func TestDenied(t *testing.T) {
+	up := newUpstream(t)
+	c := start(t, config{site: `stripe_ratelimit {
+			rate search 10/h burst 1 match /search
+			concurrency 2 lease 10m
+			concurrency reports 1 lease 10m match /hold
+			doc_url https://example.com/limits?a=b&c=d
+			should_retry auto
+		}
+		reverse_proxy ` + up.addr})
+
+	check := func(t *testing.T, a answer, header map[string]string, message string) {
+		t.Helper()
+		a.want(t, http.StatusTooManyRequests)
+		for name, want := range header {
+			if got := a.field(name); got != want {
+				t.Errorf("%s: got %q, want %q", name, got, want)
+			}
+		}
+		var body struct{ Error map[string]string }
+		if err := json.Unmarshal([]byte(a.body), &body); err != nil {
+			t.Errorf("body %q: %v", a.body, err)
+		}
+		if got := body.Error["message"]; !strings.HasPrefix(got, message) {
+			t.Errorf("message: got %q, want it to begin with %q", got, message)
+		}
+		if got := body.Error["doc_url"]; got != "https://example.com/limits?a=b&c=d" {
+			t.Errorf("doc_url: got %q", got)
+		}
+	}
+	t.Run("endpoint rate", func(t *testing.T) {
+		key := bearer("sk_live_search")
+		c.get(t, "/search", key...).want(t, http.StatusOK)
+		a := c.get(t, "/search", key...)
+		check(t, a, map[string]string{
+			"Stripe-Rate-Limited-Reason": "endpoint-rate",
+			"Stripe-Should-Retry":        "", // it is minutes until the next token
+			"RateLimit-Policy":           `"search";q=1;w=360, "concurrency";q=2;qu="concurrent-requests"`,
+		}, `Request rate limit exceeded: 10 requests per hour for this API key (limit "search"). Retry after `)
+		if seconds, err := strconv.Atoi(a.header.Get("Retry-After")); err != nil || seconds < 300 || seconds > 432 {
+			t.Errorf("Retry-After: got %q, want the wait of at most 360 and up to a fifth more", a.header.Get("Retry-After"))
+		}
+	})
+	t.Run("concurrency", func(t *testing.T) {
+		key := bearer("sk_live_busy")
+		held := hold(t, c, up, 1, key)
+		endpoint := c.get(t, "/hold", key...)
+		check(t, endpoint, map[string]string{
+			"Stripe-Rate-Limited-Reason": "endpoint-concurrency",
+			"RateLimit":                  `"concurrency";r=1, "reports";r=0`,
+		}, `Request concurrency limit exceeded: 1 request in progress for this API key (limit "reports"). Retry after `)
+
+		other := up.call()
+		var second sync.WaitGroup
+		second.Go(func() {
+			_, _ = c.try(t.Context(), newClient(t, false), http.MethodGet, "/hold/other", other.header(key...)...)
+		})
+		receive(t, "a second call in progress", other.entered)
+		global := c.get(t, "/", key...)
+		check(t, global, map[string]string{
+			"Stripe-Rate-Limited-Reason": "global-concurrency",
+			"Stripe-Should-Retry":        "",
+			"RateLimit":                  `"concurrency";r=0`,
+			"RateLimit-Policy":           `"concurrency";q=2;qu="concurrent-requests"`,
+		}, `Request concurrency limit exceeded: 2 requests in progress for this API key (limit "concurrency"). Retry after `)
+		for _, a := range []answer{endpoint, global} {
+			if got := a.header.Get("Retry-After"); len(got) != 1 || got < "1" || got > "3" {
+				t.Errorf("Retry-After: got %q, want 1 to 3", got)
+			}
+		}
+		close(other.answer)
+		second.Wait()
+		held.letGo(t, 1)
 	})
 }

@@ -224,3 +224,13 @@ func eventually(t testing.TB, within time.Duration, what string, true func() boo
 		}
 	}
 }
+
+// receive waits until a channel is closed.
+func receive(t testing.TB, what string, ch <-chan struct{}) {
+	t.Helper()
+	select {
+	case <-ch:
+	case <-time.After(patience):
+		t.Fatalf("within %v: not %s", patience, what)
+	}
+}

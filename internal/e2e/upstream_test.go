@@ -140,7 +140,7 @@ func (up *upstream) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	switch r.URL.Path {
 	case "/work": // takes a moment
 		c.wait(r, 10*time.Millisecond)
-	case "/hold": // until the test lets it go
+	case "/hold", "/hold/other": // until the test lets it go
 		select {
 		case <-c.answer:
 		case <-r.Context().Done():

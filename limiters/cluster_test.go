@@ -105,9 +105,23 @@ func TestCluster(t *testing.T) {
 		// Meanwhile, the old node sends us on for what it does not have.
 		r.Release(adm)
 		flush(t)
-		other := rate(t, "other", 1, time.Hour, 10, 1)
-		if adm, err := r.Admit(t.Context(), ask(a, other)); err != nil || adm.Results[0].Remaining != 9 {
-			t.Errorf("got %v, %v, want 9 tokens left", adm, err)
+		// The clock of the new one says nothing of the old one's, however far
+		// they are apart.
+		first, err := r.node(t.Context(), bucket.stateKey(id(a)).redis(DefaultKeyPrefix))
+		if err != nil {
+			t.Fatal(err)
+		}
+		clock := r.clock(first)
+		ahead := clock.ahead.Load()
+		for i, skew := range []time.Duration{-time.Hour, time.Hour} {
+			clock.ahead.Store(ahead + skew.Microseconds())
+			other := rate(t, "other", 1, time.Hour, 10, 1)
+			if adm, err := r.Admit(t.Context(), ask(a, other)); err != nil || adm.Results[0].Remaining != int64(9-i) {
+				t.Errorf("got %v, %v, want %d tokens left", adm, err, 9-i)
+			}
+			if clock.ahead.Load() != ahead+skew.Microseconds() {
+				t.Error("the clock of the old node was set by the new one")
+			}
 		}
 		finish()
 		node[a] = c.Masters[2]
@@ -204,9 +218,7 @@ func TestCluster_Failover(t *testing.T) {
 		t.Fatal(err)
 	}
 	master, replica := c.Masters[0], c.Replicas[0]
-	if n := master.Client().Wait(t.Context(), 1, patience).Val(); n != 1 {
-		t.Fatal("the replica did not get it")
-	}
+	replicate(t, master, who)
 	master.Kill()
 	if err := replica.Client().Do(t.Context(), "CLUSTER", "FAILOVER", "TAKEOVER").Err(); err != nil {
 		t.Fatal(err)
@@ -220,6 +232,21 @@ func TestCluster_Failover(t *testing.T) {
 	})
 }
 
+// replicate waits until the replica of a master has all that it has, an identity
+// among it.
+func replicate(t *testing.T, master *redistest.Server, who string) {
+	t.Helper()
+	rdb := master.Client()
+	conn := rdb.Conn() // WAIT is about the writes of its own connection
+	defer conn.Close()
+	if err := conn.Set(t.Context(), "{"+id(who).String()+"}", "", 0).Err(); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := conn.Wait(t.Context(), 1, patience/10).Result(); n != 1 || err != nil {
+		t.Fatalf("WAIT: got %d, %v", n, err)
+	}
+}
+
 // Behind Sentinels as well.
 func TestSentinel_Failover(t *testing.T) {
 	s := redistest.StartSentinel(t)
@@ -230,10 +257,9 @@ func TestSentinel_Failover(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	replicate(t, s.Master, "a")
 	s.Failover()
-	tries := int64(0)
 	eventually(t, "an answer of the new master", func() bool {
-		tries++
 		adm, err := r.Admit(t.Context(), ask("a", bucket))
 		if err == nil && adm.Results[0].Remaining > 998 {
 			t.Errorf("got %q, want at most 998 tokens left", briefly(adm.Results))

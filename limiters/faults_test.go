@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -57,6 +58,37 @@ func TestRedis_ConnectionCutAfterTheScriptRan(t *testing.T) {
 	}
 	if got, want := leasesOf(t, srv, "a", slots), int64(4); got != want {
 		t.Errorf("leases after a flush: got %d, want %d", got, want)
+	}
+}
+
+// A Cluster client of go-redis sends a command again when its connection broke,
+// unless it is one of ours.
+func TestScriptCmd_IsNeverSentTwice(t *testing.T) {
+	srv := redistest.Start(t)
+	proxy := redistest.StartProxy(t, srv.Addr)
+	cluster := redis.NewClusterClient(&redis.ClusterOptions{
+		ClusterSlots: func(context.Context) ([]redis.ClusterSlot, error) {
+			return []redis.ClusterSlot{{Start: 0, End: 16383, Nodes: []redis.ClusterNode{{Addr: proxy.Addr}}}}, nil
+		},
+		DisableRoutingPolicies: true,
+	})
+	defer cluster.Close()
+	for _, row := range []struct {
+		command func(args ...any) redis.Cmder
+		counter string
+		want    int64
+	}{
+		{func(args ...any) redis.Cmder { return redis.NewIntSliceCmd(t.Context(), args...) }, "{a}plain", 2},
+		{func(args ...any) redis.Cmder { return scriptCmd{redis.NewIntSliceCmd(t.Context(), args...)} }, "{a}script", 1},
+	} {
+		if err := cluster.Ping(t.Context()).Err(); err != nil { // a connection
+			t.Fatal(err)
+		}
+		proxy.CutReplies(1)
+		_ = cluster.Process(t.Context(), row.command("eval", "return {redis.call('INCR', KEYS[1])}", 1, row.counter))
+		if got, _ := srv.Client().Get(t.Context(), row.counter).Int64(); got != row.want {
+			t.Errorf("%s ran %d times, want %d", row.counter, got, row.want)
+		}
 	}
 }
 
@@ -123,6 +155,25 @@ func TestRedis_NoAnswerAtAll(t *testing.T) {
 	}
 	if took := time.Since(start); took > backgroundTimeout+slack {
 		t.Errorf("Close took %v", took)
+	}
+}
+
+// While Redis is away releases are tried again at each tick, however many come.
+func TestRedis_ReleasesWithoutHurryWhileItIsAway(t *testing.T) {
+	srv := redistest.Start(t)
+	srv.Kill()
+	o := redisAt(srv.Addr)
+	var rounds atomic.Int64
+	o.Observe = func(string, time.Duration, error) { rounds.Add(1) }
+	r := startRedis(t, o)
+	l := concurrency(t, "two", 2, time.Hour)
+	start := time.Now()
+	for n := range uint64(200) {
+		r.Release(Admission{leases: []*lease{{key: l.stateKey(id("a")), id: n, length: l.Lease}}})
+		time.Sleep(ms) // so that each would be a round of its own
+	}
+	if got, most := rounds.Load(), int64(time.Since(start)/renewEvery)+2; got > most {
+		t.Errorf("%d rounds within %v, want at most %d", got, time.Since(start), most)
 	}
 }
 

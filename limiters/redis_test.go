@@ -308,3 +308,37 @@ func TestRedis_CloseReleases(t *testing.T) {
 	}
 	r.Release(adm)
 }
+
+// Every operation is told of, those in the background as well.
+func TestRedis_Observe(t *testing.T) {
+	srv := redistest.Start(t)
+	o := redisAt(srv.Addr)
+	var mu sync.Mutex
+	seen := map[string]bool{}
+	o.Observe = func(operation string, took time.Duration, err error) {
+		mu.Lock()
+		defer mu.Unlock()
+		seen[fmt.Sprintf("%s %v %v", operation, took > 0, err)] = true
+	}
+	r := startRedis(t, o)
+	adm, err := r.Admit(t.Context(), ask("a", concurrency(t, "two", 2, MinLease)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "a renewal", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return seen["renew true <nil>"]
+	})
+	r.Release(adm)
+	eventually(t, "a release", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return len(seen) == 3
+	})
+	for _, want := range []string{"admit true <nil>", "renew true <nil>", "release true <nil>"} {
+		if !seen[want] {
+			t.Errorf("got %v, want %s", seen, want)
+		}
+	}
+}

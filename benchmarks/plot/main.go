@@ -95,8 +95,10 @@ func drawIncident(seconds []second) ([]byte, error) {
 
 	canvas := vgsvg.New(19*vg.Centimeter, 18*vg.Centimeter)
 	panels := [][]*plot.Plot{{utilization}, {level}, {shares}}
-	tiles := draw.Tiles{Rows: 3, Cols: 1, PadX: vg.Millimeter, PadTop: 2 * vg.Millimeter, PadRight: 4 * vg.Millimeter, PadY: 5 * vg.Millimeter}
-	for i, row := range plot.Align(panels, tiles, draw.New(canvas)) {
+	tiles := draw.Tiles{Rows: 3, Cols: 1, PadLeft: 2 * vg.Millimeter, PadTop: 2 * vg.Millimeter, PadRight: 4 * vg.Millimeter, PadY: 5 * vg.Millimeter}
+	page := draw.New(canvas)
+	page.FillPolygon(color.White, []vg.Point{page.Min, {X: page.Max.X, Y: page.Min.Y}, page.Max, {X: page.Min.X, Y: page.Max.Y}})
+	for i, row := range plot.Align(panels, tiles, page) {
 		panels[i][0].Draw(row[0])
 	}
 	var b bytes.Buffer

@@ -12,6 +12,10 @@ import (
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/redistest"
 )
 
+// longLease is longer than the shortest possible, which would leave a machine
+// that stalls no time to renew.
+const longLease = 3 * time.Second
+
 // held are calls that stay in progress.
 type held struct {
 	calls   []*call
@@ -59,7 +63,7 @@ func (h *held) letGo(t testing.TB, n int) {
 // A killed process holds its slots for one lease, no longer. Before, its slots
 // are taken however long the requests are.
 func TestLease_KilledInstance(t *testing.T) {
-	const limit, lease = 15, 2 * time.Second
+	const limit, lease = 15, longLease
 	redis := redistest.Start(t)
 	up := newUpstream(t)
 	cfg := config{redis: redis.Addr, site: fmt.Sprintf("stripe_ratelimit {\n concurrency %d lease %s \n}\n reverse_proxy %s", limit, lease, up.addr)}
@@ -72,6 +76,10 @@ func TestLease_KilledInstance(t *testing.T) {
 	}
 	other.noStoreErrors(t)
 	victim.Kill()
+	// What it had sent is executed before what is sent now.
+	if err := redis.Client().Ping(t.Context()).Err(); err != nil {
+		t.Fatal(err)
+	}
 	killed := time.Now()
 	for {
 		a := other.get(t, "/", key...)
@@ -97,7 +105,7 @@ func TestLease_KilledInstance(t *testing.T) {
 // A request of three leases' length is counted from its first moment to its
 // last, by its own instance and by others, in memory and on Redis.
 func TestLease_LongRequest(t *testing.T) {
-	const lease = 2 * time.Second // shorter ones leave a stalled machine no time to renew
+	const lease = longLease
 	up := newUpstream(t)
 	site := fmt.Sprintf("stripe_ratelimit {\n concurrency 1 lease %s \n}\n reverse_proxy %s", lease, up.addr)
 	redis := redistest.Start(t)

@@ -386,20 +386,62 @@ func TestRequestAfterCleanup(t *testing.T) {
 		}
 		return nil
 	})
-	if refs, exists := pools.References(h.Pool); exists {
-		t.Errorf("when all have ended: %d references to the pool, want it gone", refs)
+	gone := func(pool *caddy.UsagePool, key any) func() bool {
+		return func() bool { _, exists := pool.References(key); return !exists }
 	}
+	eventually(t, gone(pools, h.Pool))
 	serve(func(http.ResponseWriter, *http.Request) error {
 		if got := serve(ok); got != 429 {
 			t.Errorf("a request that started after everything had ended was not counted: got %d, want 429", got)
 		}
 		return nil
 	})
-	if _, exists := pools.References(h.Pool); exists {
-		t.Error("the pool outlives its last request")
+	eventually(t, gone(pools, h.Pool))
+	eventually(t, gone(stores, a.storeKey))
+}
+
+// slowStore is a store that takes its time to close.
+type slowStore struct {
+	failingStore
+	closing, closed chan struct{}
+}
+
+func (s slowStore) Close() error {
+	close(s.closing)
+	<-s.closed
+	return nil
+}
+
+// The last request of a config that is gone closes the store. Its response does
+// not wait for that.
+func TestLastRequestDoesNotWaitForTheStore(t *testing.T) {
+	slow := slowStore{closing: make(chan struct{}), closed: make(chan struct{})}
+	defer close(slow.closed)
+	h := (&Handler{Concurrency: []*ConcurrencyLimit{{Capacity: 1}}}).onStore(t, slow)
+	h.app.storeKey = "slow " + t.Name()
+	stores.LoadOrStore(h.app.storeKey, h.attached.store)
+	attached, err := h.attach()
+	if err != nil {
+		t.Fatal(err)
 	}
-	if _, exists := stores.References(a.storeKey); exists {
-		t.Error("the store outlives its last request")
+	h.attached = attached
+	_, _ = stores.Delete(h.app.storeKey) // ours, so that the handler's is the last
+	if refs, _ := stores.References(h.app.storeKey); refs != 1 {
+		t.Fatalf("%d references to the store, want that of the handler", refs)
+	}
+
+	answered := make(chan struct{})
+	go func() {
+		defer close(answered)
+		w := httptest.NewRecorder()
+		r, _ := newRequest(http.MethodGet, "/", "X-Api-Key", "sk_a")
+		_ = h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error { return h.Cleanup() }))
+	}()
+	<-slow.closing
+	select {
+	case <-answered:
+	case <-time.After(20 * time.Second):
+		t.Error("the request waits until the store is closed")
 	}
 }
 

@@ -298,7 +298,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	if err != nil {
 		return next.ServeHTTP(w, r) // cannot happen; a request must not be hurt by it
 	}
-	defer a.release()
+	defer a.leave()
 
 	var t taken
 	v := h.judge(a, w, r, &t)
@@ -355,7 +355,7 @@ func (h *Handler) giveBack(a *attachment, t *taken) {
 			if t.slot != 0 {
 				t.of.fleet.Release(t.slot)
 			}
-			t.of.release()
+			t.of.leave()
 			t.of, t.slot = nil, 0
 		}
 		a.store.Release(t.admission)

@@ -247,12 +247,28 @@ func (s *shared) acquire() bool {
 	return false
 }
 
-// release lets a reference go. The fleet ends before the store: it withdraws
-// through it.
+// release lets a reference go.
 func (s *shared) release() {
-	if s.refs.Add(-1) > 0 {
-		return
+	if s.refs.Add(-1) == 0 {
+		s.end()
 	}
+}
+
+// leave lets the reference of a request go. If it is the last one, the farewell
+// to the store, which may be hung, is not what the response waits for; but a
+// process that ends does.
+func (s *shared) leave() {
+	switch {
+	case s.refs.Add(-1) > 0:
+	case caddy.Exiting():
+		s.end()
+	default:
+		go s.end()
+	}
+}
+
+// end lets go of all. The fleet ends before the store: it withdraws through it.
+func (s *shared) end() {
 	if s.fleet != nil {
 		_, _ = fleets.Delete(s.keys)
 	}

@@ -176,8 +176,8 @@ func (h *Handler) reject(w http.ResponseWriter, r *http.Request, v *verdict, u f
 // a client could take for the one to wait.
 func (v *verdict) settleFields(header http.Header) {
 	if v.denied == nil {
-		header.Del("RateLimit")
-		header.Del("RateLimit-Policy")
+		header.Del("Ratelimit")
+		header.Del("Ratelimit-Policy")
 		return
 	}
 	for i, field := range header["Ratelimit"] {

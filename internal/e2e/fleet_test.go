@@ -88,12 +88,12 @@ func (f *fleet) unjudged(t testing.TB) int {
 
 // begin makes a call be in progress through a Caddy until it is let go, unless
 // it is answered at once. It adds what is in progress to h.
-func (h *held) begin(t testing.TB, c *caddy, call *call, path string) (a answer, begun bool) {
+func (h *held) begin(t testing.TB, c *caddy, call *call, path string, header ...string) (a answer, begun bool) {
 	t.Helper()
 	client := newClient(t, false)
 	over := make(chan answer, 1)
 	h.wg.Go(func() {
-		a, _ := c.try(t.Context(), client, http.MethodGet, path+"/hold", call.header()...)
+		a, _ := c.try(t.Context(), client, http.MethodGet, path+"/hold", call.header(header...)...)
 		over <- a
 	})
 	select {

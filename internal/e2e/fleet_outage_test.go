@@ -36,7 +36,9 @@ func TestFleet_RedisGone(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			first, _ := f.fill(t, 0, usable/2, 5)
 			second, _ := f.fill(t, 1, usable/2, 5)
-			before, failed := f.state(t), f.failed(t)
+			// A Caddy whose last reply was that the fleet is full stays shut for a
+			// moment. Two beats after the last call came, none was told so.
+			before, failed := f.syncs(t, f.state(t), 2), f.failed(t)
 
 			c.gone()
 			begin := time.Now()

@@ -207,8 +207,7 @@ func TestDenials_OneAsks(t *testing.T) {
 // What the cache says is what the store would say: a client that is denied from
 // memory is never one whom the store would allow.
 func TestDenials_AgreeWithTheStore(t *testing.T) {
-	m := NewMemory(0)
-	defer m.Close()
+	m := newMemory(0)
 	d := NewDenials()
 	limits := []*Limit{rate(t, "rate", 7, time.Second, 3, 1), rate(t, "rate", 7, time.Second, 3, 2), rate(t, "other", 90, time.Minute, 2, 1)}
 	cached, asked := 0, 0

@@ -19,9 +19,9 @@ import (
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/redistest"
 )
 
-// slack is what a busy machine may add to a bound. It hides no bug: what is
-// bounded would otherwise take seconds.
-const slack = 900 * ms
+// slack is what scheduling may add to a bound. It hides no bug: what is bounded
+// would otherwise take a second at least.
+const slack = 500 * ms
 
 // Replies that are lost cost one token each, as nothing is sent twice, and no
 // slot.
@@ -101,29 +101,24 @@ func TestRedis_ServerHangsAndGoesOn(t *testing.T) {
 	r := handRedis(t, o)
 	bucket, slots := rate(t, "rate", 1, time.Hour, 10, 1), concurrency(t, "ten", 10, time.Hour)
 	asks := append(ask("a", bucket, slots), ask("b", bucket, slots)...)
-	eventually(t, "an answer within the timeout", func() bool {
-		_, err := r.Admit(t.Context(), asks)
+	var before Admission
+	eventually(t, "an answer within the timeout", func() (ok bool) {
+		var err error
+		before, err = r.Admit(t.Context(), asks)
 		return err == nil
 	})
-	before, err := r.Admit(t.Context(), asks)
-	if err != nil {
-		t.Fatal(err)
-	}
 	calls := srv.Commands(t)["evalsha"]
 
 	srv.Stop()
-	start := time.Now()
-	adm, err := r.Admit(t.Context(), asks)
-	took := time.Since(start)
-	if Reason(err) != "timeout" || !adm.Allowed {
-		t.Errorf("got %v, %v (%s), want a timeout and the request to pass", adm, err, Reason(err))
-	}
-	if took < o.Timeout || took > o.Timeout+slack {
-		t.Errorf("took %v, want %v", took, o.Timeout)
-	}
+	within(t, o.Timeout+slack, "an admission", func() {
+		adm, err := r.Admit(t.Context(), asks)
+		if Reason(err) != "timeout" || !adm.Allowed {
+			t.Errorf("got %v, %v (%s), want a timeout and the request to pass", adm, err, Reason(err))
+		}
+	})
 	srv.Cont()
 
-	eventually(t, "what was sent meanwhile", func() bool { return srv.Commands(t)["evalsha"] == calls+2 })
+	eventually(t, "what was sent meanwhile", func() bool { return srv.Commands(t)["evalsha"] >= calls+2 })
 	rdb := srv.Client()
 	for _, who := range []string{"a", "b"} {
 		if got, want := leasesOf(t, srv, who, slots), 10-before.Results[1].Remaining; got != want {
@@ -143,19 +138,21 @@ func TestRedis_NoAnswerAtAll(t *testing.T) {
 	proxy.Blackhole(true)
 	o := redisAt(proxy.Addr)
 	o.Timeout = 50 * ms
-	r := NewRedis(o)
-	start := time.Now()
-	adm, err := r.Admit(t.Context(), ask("a", concurrency(t, "one", 1, time.Hour)))
-	if took := time.Since(start); Reason(err) != "timeout" || !adm.Allowed || took > o.Timeout+slack {
-		t.Errorf("admit: got %v, %v after %v, want it to pass after %v", adm.Allowed, err, took, o.Timeout)
-	}
-	start = time.Now()
-	if err := r.Close(); err != nil {
-		t.Error(err)
-	}
-	if took := time.Since(start); took > backgroundTimeout+slack {
-		t.Errorf("Close took %v", took)
-	}
+	r := startRedis(t, o)
+	l := concurrency(t, "one", 1, time.Hour)
+	within(t, o.Timeout+slack, "an admission", func() {
+		adm, err := r.Admit(t.Context(), ask("a", l))
+		if Reason(err) != "timeout" || !adm.Allowed {
+			t.Errorf("got %v, %v (%s), want a timeout and the request to pass", adm.Allowed, err, Reason(err))
+		}
+	})
+	within(t, backgroundTimeout+slack, "making and closing a store", func() {
+		r := NewRedis(o)
+		r.Release(Admission{leases: []*lease{{key: l.stateKey(id("a")), id: 1, length: l.Lease}}})
+		if err := r.Close(); err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 // While Redis is away releases are tried again at each tick, however many come.
@@ -190,7 +187,7 @@ func TestRedis_ComesAndGoes(t *testing.T) {
 		if Reason(err) != "connection" || !adm.Allowed || len(adm.leases) > 0 {
 			t.Errorf("got %v, %v (%s), want no connection and the request to pass", adm, err, Reason(err))
 		}
-		if took := time.Since(start); took > slack {
+		if took := time.Since(start); took > patience/2 {
 			t.Errorf("took %v, want an answer at once", took)
 		}
 	}

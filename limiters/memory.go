@@ -70,6 +70,13 @@ type slot struct {
 // NewMemory returns a Memory that keeps at most maxBuckets buckets, or
 // DefaultMemoryBuckets if that is 0.
 func NewMemory(maxBuckets int) *Memory {
+	m := newMemory(maxBuckets)
+	go m.upkeepLoop()
+	return m
+}
+
+// newMemory returns a Memory without its background work.
+func newMemory(maxBuckets int) *Memory {
 	if maxBuckets <= 0 {
 		maxBuckets = DefaultMemoryBuckets
 	}
@@ -77,7 +84,6 @@ func NewMemory(maxBuckets int) *Memory {
 	for i := range m.shards {
 		m.shards[i] = newMemoryShard(max(1, maxBuckets/memoryShards))
 	}
-	go m.upkeepLoop()
 	return m
 }
 

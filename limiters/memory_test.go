@@ -40,8 +40,7 @@ func nth(n uint64) (who Identity) {
 // go as well: memory is bounded, whoever attacks.
 func TestMemory_Bounded(t *testing.T) {
 	for _, bound := range []int{memoryShards, 10_000} {
-		m := NewMemory(bound)
-		defer m.Close()
+		m := newMemory(bound)
 		l := rate(t, "rate", 1, time.Hour, 1, 1)
 		now := m.now()
 		for n := range uint64(3 * bound) {
@@ -69,8 +68,7 @@ func TestMemory_Bounded(t *testing.T) {
 
 // While some are full again, those are the ones that make room.
 func TestMemory_MakesRoomWhereItCan(t *testing.T) {
-	m := NewMemory(memoryShards * 100)
-	defer m.Close()
+	m := newMemory(memoryShards * 100)
 	day, short := rate(t, "day", 1, 24*time.Hour, 1, 1), rate(t, "short", 1, time.Millisecond, 1, 1)
 	now := m.now()
 	for n := range uint64(memoryShards) {

@@ -8,11 +8,13 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"testing"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/google/go-cmp/cmp"
 
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
@@ -171,5 +173,65 @@ func TestClientGoesWhileTheFleetIsAsked(t *testing.T) {
 		if n != 0 {
 			t.Errorf("decisions_total{%s}: got %v, want 0", labels, n)
 		}
+	}
+}
+
+// askedStore allows everything and notes what it was asked.
+type askedStore struct {
+	failingStore
+	asks *[][]string // of each identity the limits
+}
+
+func (s askedStore) Admit(_ context.Context, asks []limiters.Ask) (limiters.Admission, error) {
+	adm := limiters.Admission{Allowed: true}
+	for _, ask := range asks {
+		var names []string
+		for _, check := range ask.Checks {
+			names = append(names, check.Limit.Name)
+			adm.Results = append(adm.Results, limiters.Result{Outcome: limiters.Allowed})
+		}
+		*s.asks = append(*s.asks, names)
+	}
+	return adm, nil
+}
+
+// Limits of one identity are one question, whichever keys gave it.
+func TestAsks(t *testing.T) {
+	h := func() *Handler {
+		return &Handler{
+			Rate: []*RateLimit{
+				{Name: "all", Requests: 1, Key: []string{sourceAPIKey, sourceClientIP}},
+				{Name: "address", Requests: 1, Key: []string{sourceClientIP}},
+				{Name: "not_in_force", Requests: 1, Mode: &Mode{State: "off"}},
+			},
+			Concurrency: []*ConcurrencyLimit{{Name: "held", Capacity: 1, Key: []string{sourceAPIKey, sourceClientIP}}},
+		}
+	}
+	cases := []struct {
+		name    string
+		method  string
+		headers []string
+		want    [][]string
+	}{
+		{"a key and an address", "GET", []string{"X-Api-Key", "sk_1"}, [][]string{{"all", "held"}, {"address"}}},
+		{"an address alone", "GET", nil, [][]string{{"all", "address", "held"}}},
+		{"a preflight", "OPTIONS", []string{"Origin", "https://a", "Access-Control-Request-Method", "PUT"}, nil},
+		{"OPTIONS that is none", "OPTIONS", nil, [][]string{{"all", "address", "held"}}},
+		{"nobody", "GET", []string{"peer", "@"}, nil},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			var got [][]string
+			h := h().onStore(t, askedStore{asks: &got})
+			r, _ := newRequest(c.method, "/", c.headers...)
+			if err := h.ServeHTTP(httptest.NewRecorder(), r, caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error { return nil })); err != nil {
+				t.Fatal(err)
+			}
+			// The order of identities is that of their hashes.
+			slices.SortFunc(got, func(a, b []string) int { return len(b) - len(a) })
+			if diff := cmp.Diff(c.want, got); diff != "" {
+				t.Errorf("asked, -want +got:\n%s", diff)
+			}
+		})
 	}
 }

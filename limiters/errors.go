@@ -58,8 +58,7 @@ func Reason(err error) string {
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, redis.ErrPoolTimeout):
 		return "timeout"
 	}
-	var answer redis.Error
-	if errors.As(err, &answer) {
+	if answer, ok := errors.AsType[redis.Error](err); ok {
 		word, _, _ := strings.Cut(answer.Error(), " ")
 		switch word {
 		case "LOADING":

@@ -30,15 +30,15 @@ var (
 // or until its deadline. A server that answers with an error has not: the
 // scripts check everything before they write.
 func mayHaveRun(err error) bool {
-	var answer redis.Error
-	return !errors.As(err, &answer) && !errors.Is(err, errLate) && !isDial(err) &&
+	_, answered := errors.AsType[redis.Error](err)
+	return !answered && !errors.Is(err, errLate) && !isDial(err) &&
 		!errors.Is(err, redis.ErrClosed) && !errors.Is(err, redis.ErrPoolTimeout)
 }
 
 // isDial reports whether the server could not be reached in the first place.
 func isDial(err error) bool {
-	var op *net.OpError
-	return errors.As(err, &op) && op.Op == "dial"
+	op, ok := errors.AsType[*net.OpError](err)
+	return ok && op.Op == "dial"
 }
 
 // Reason names the cause of a store error in one word of a fixed set, for

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command fleet measures what the fleet shedder costs Redis. Instances without
+// HTTP around them, each with a connection of its own, share one redis-server:
+// first they only beat, then all of them have more requests than slots, and ask
+// for more as often as they may.
+//
+//	go run ./fleet -instances 1000 -time 10s
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"io"
+	"log"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
+)
+
+const (
+	bar    = 10.0 // percent of one core that Redis may use for 1,000 instances
+	settle = 5 * time.Second
+
+	// Slots for each instance: idle ones use two, those that are refused all.
+	capacity, reserve = 10, 20
+	idle              = 2
+)
+
+func main() {
+	instances := flag.Int("instances", 1000, "how many instances there are")
+	length := flag.Duration("time", 10*time.Second, "how long each of the two phases is measured")
+	flag.Parse()
+	if err := run(os.Stdout, *instances, *length, settle); err != nil {
+		log.Fatal(err)
+	}
+}
+
+// run starts a redis-server, measures both phases and writes a table.
+func run(out io.Writer, instances int, length, settle time.Duration) error {
+	addr, stop, err := startRedis()
+	if err != nil {
+		return err
+	}
+	defer stop()
+	rdb := redis.NewClient(&redis.Options{Addr: addr})
+	defer rdb.Close()
+
+	s := newSimulation(addr, instances)
+	defer s.close()
+	ctx := context.Background()
+	if err := s.each(func(f *shedding.Fleet) error { return begin(ctx, f, idle) }); err != nil {
+		return err
+	}
+	fmt.Fprintf(out, "%d instances, %s for each phase\n", instances, length)
+	fmt.Fprintf(out, "%-8s  %8s  %10s  %10s  %10s  %11s\n", "", "syncs/s", "us/sync", "refused/s", "failed", "Redis CPU")
+	for _, phase := range []string{"beating", "refused"} {
+		if phase == "refused" {
+			s.overload()
+		}
+		time.Sleep(settle)
+		if err := s.measure(out, rdb, phase, length); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// begin begins n requests that never end.
+func begin(ctx context.Context, f *shedding.Fleet, n int) error {
+	for range n {
+		ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+		ok, err := f.Acquire(ctx, shedding.Get)
+		cancel()
+		if !ok {
+			return fmt.Errorf("an idle fleet refuses a request: %v", err)
+		}
+	}
+	return nil
+}
+
+// simulation is a fleet without requests of any substance.
+type simulation struct {
+	fleets []*shedding.Fleet
+	stores []*limiters.Redis
+
+	refused, failed atomic.Int64 // requests, syncs
+
+	stop chan struct{}
+	done sync.WaitGroup
+}
+
+func newSimulation(addr string, instances int) *simulation {
+	s := &simulation{stop: make(chan struct{})}
+	settings := shedding.FleetSettings{Capacity: int64(capacity * instances), Reserve: reserve}
+	for range instances {
+		store := limiters.NewRedis(limiters.RedisOptions{
+			Universal: redis.UniversalOptions{Addrs: []string{addr}, PoolSize: 2},
+			Observe: func(_ string, _ time.Duration, err error) {
+				if err != nil {
+					s.failed.Add(1)
+				}
+			},
+		})
+		fleet := shedding.NewFleet(func(ctx context.Context, r shedding.SyncRequest) (shedding.SyncReply, error) {
+			reply, err := store.SyncFleet(ctx, "default", r.Args())
+			if err != nil {
+				return shedding.SyncReply{}, err
+			}
+			return shedding.ParseSyncReply(reply)
+		}, slog.New(slog.DiscardHandler))
+		fleet.Set(settings)
+		s.stores, s.fleets = append(s.stores, store), append(s.fleets, fleet)
+	}
+	return s
+}
+
+// each does something with all instances at once.
+func (s *simulation) each(do func(*shedding.Fleet) error) error {
+	errs := make(chan error, len(s.fleets))
+	for _, f := range s.fleets {
+		go func() { errs <- do(f) }()
+	}
+	var first error
+	for range s.fleets {
+		if err := <-errs; err != nil && first == nil {
+			first = err
+		}
+	}
+	return first
+}
+
+// overload brings every instance more requests than there will be slots, until
+// close.
+func (s *simulation) overload() {
+	for _, f := range s.fleets {
+		s.done.Go(func() {
+			for {
+				select {
+				case <-s.stop:
+					return
+				case <-time.After(time.Duration((0.5 + rand.Float64()) * float64(20*time.Millisecond))):
+				}
+				ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+				if ok, _ := f.Acquire(ctx, shedding.Get); !ok {
+					s.refused.Add(1)
+				}
+				cancel()
+			}
+		})
+	}
+}
+
+func (s *simulation) close() {
+	close(s.stop)
+	s.done.Wait()
+	_ = s.each(func(f *shedding.Fleet) error { f.Close(); return nil })
+	for _, store := range s.stores {
+		_ = store.Close()
+	}
+}
+
+// measure writes a line about what Redis does in some time.
+func (s *simulation) measure(out io.Writer, rdb *redis.Client, phase string, length time.Duration) error {
+	refused, failed := s.refused.Load(), s.failed.Load()
+	before, err := readUsage(rdb)
+	if err != nil {
+		return err
+	}
+	begin := time.Now()
+	time.Sleep(length)
+	after, err := readUsage(rdb)
+	if err != nil {
+		return err
+	}
+	seconds := time.Since(begin).Seconds()
+	syncs := after.syncs - before.syncs
+	cpu := 100 * (after.cpu - before.cpu) / seconds
+	verdict := ""
+	if len(s.fleets) == 1000 {
+		verdict = fmt.Sprintf(" (want at most %.0f %%)", bar)
+	}
+	fmt.Fprintf(out, "%-8s  %8.0f  %10.1f  %10.0f  %10d  %9.1f %%%s\n", phase,
+		syncs/seconds, (after.script-before.script)/syncs,
+		float64(s.refused.Load()-refused)/seconds, s.failed.Load()-failed, cpu, verdict)
+	return nil
+}
+
+// usage is what a Redis has done since it began.
+type usage struct {
+	cpu    float64 // seconds, as the operating system counts them
+	syncs  float64
+	script float64 // us in the script
+}
+
+func readUsage(rdb *redis.Client) (u usage, err error) {
+	info, err := rdb.Info(context.Background(), "cpu", "commandstats").Result()
+	if err != nil {
+		return u, err
+	}
+	for line := range strings.Lines(info) {
+		name, value, _ := strings.Cut(strings.TrimSpace(line), ":")
+		switch name {
+		case "used_cpu_user", "used_cpu_sys":
+			seconds, err := strconv.ParseFloat(value, 64)
+			if err != nil {
+				return u, err
+			}
+			u.cpu += seconds
+		case "cmdstat_evalsha":
+			if _, err := fmt.Sscanf(value, "calls=%f,usec=%f,", &u.syncs, &u.script); err != nil {
+				return u, err
+			}
+		}
+	}
+	return u, nil
+}

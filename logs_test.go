@@ -80,6 +80,44 @@ func TestLogs_Started(t *testing.T) {
 	}
 }
 
+// What a shedder does is what the strongest handler of its pool lets it do.
+func TestShedders_Strength(t *testing.T) {
+	reserve := 20
+	dark, quarter := &Mode{State: "dark"}, &Mode{State: "enforce", Percent: new(25)}
+	cases := []struct {
+		name     string
+		handlers []*Mode
+		workers  *Mode
+		want     []string
+		gauges   []float64 // fleet, workers
+	}{
+		{"no modes", []*Mode{nil}, nil, []string{"fleet: 10 in progress fleet-wide, 8 for non-critical", "workers: 64 on this instance"}, []float64{2, 2}},
+		{"a dark handler", []*Mode{dark}, nil, []string{"fleet: 10 in progress fleet-wide, 8 for non-critical (dark)", "workers: 64 on this instance (dark)"}, []float64{1, 1}},
+		{"dark, and one that inherits", []*Mode{dark, quarter}, dark, []string{"fleet: 10 in progress fleet-wide, 8 for non-critical (enforced for 25% of the keys)", "workers: 64 on this instance (dark)"}, []float64{1.25, 1}},
+	}
+	for _, c := range cases {
+		a := &App{shedders: map[string]*shedders{}}
+		for i, mode := range c.handlers {
+			h := &Handler{Pool: testPool(t), Mode: mode}
+			if i == 0 {
+				h.Fleet = &FleetShedder{Capacity: 10, Reserve: &reserve}
+				h.Workers = &WorkerShedder{Count: 64, Mode: c.workers}
+			}
+			if err := a.declareShedders(caddy.Context{}, h); err != nil {
+				t.Fatal(err)
+			}
+		}
+		config := a.shedders[testPool(t)]
+		if diff := cmp.Diff(c.want, config.summary()); diff != "" {
+			t.Errorf("%s: in force, -want +got:\n%s", c.name, diff)
+		}
+		got := []float64{config.strength(config.fleet.Mode), config.strength(config.workers.Mode)}
+		if diff := cmp.Diff(c.gauges, got); diff != "" {
+			t.Errorf("%s: limit_mode of fleet and workers, -want +got:\n%s", c.name, diff)
+		}
+	}
+}
+
 // A proxy that nobody trusts makes all its clients one, of which the log warns
 // once.
 func TestLogs_Forwarded(t *testing.T) {

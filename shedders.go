@@ -198,6 +198,8 @@ type shedders struct {
 	workers *WorkerShedder
 	source  UtilizationSource // of workers; nil: in flight
 
+	strongest float64 // mode of the handlers; see Mode.strength
+
 	said map[string]string // String of each, for comparison
 }
 
@@ -211,6 +213,7 @@ func (a *App) declareShedders(ctx caddy.Context, h *Handler) error {
 		s = &shedders{said: map[string]string{}}
 		a.shedders[h.Pool] = s
 	}
+	s.strongest = max(s.strongest, h.Mode.strength()) // also of one that inherits
 	if h.Fleet != nil {
 		if _, err := s.say(h.Pool, "fleet", h.Fleet); err != nil {
 			return err
@@ -262,16 +265,21 @@ func (s *shedders) summary() []string {
 		if !f.Auto {
 			text = fmt.Sprintf("%d in progress fleet-wide, %d for non-critical", f.Capacity, f.settings(s.workers).Allocation())
 		}
-		parts = append(parts, "fleet: "+text+modeSuffix(f.Mode.strength()))
+		parts = append(parts, "fleet: "+text+modeSuffix(s.strength(f.Mode)))
 	}
 	if w := s.workers; w != nil {
 		text := fmt.Sprintf("%d on this instance", w.Count)
 		if s.source != nil {
 			text = "as many on this instance as its utilization allows"
 		}
-		parts = append(parts, "workers: "+text+modeSuffix(w.Mode.strength()))
+		parts = append(parts, "workers: "+text+modeSuffix(s.strength(w.Mode)))
 	}
 	return parts
+}
+
+// strength is that of a shedder with the mode, where it is applied most strongly.
+func (s *shedders) strength(mode *Mode) float64 {
+	return min(s.strongest, mode.strength())
 }
 
 // shedderModes are the shedders of a pool in the running config. They are
@@ -283,12 +291,13 @@ type shedderModes struct {
 
 // shedderMode is how one shedder is applied.
 type shedderMode struct {
-	mode    *Mode
-	metrics *shedderMetrics
+	mode     *Mode
+	strength float64 // with the handlers' modes, for the gauges
+	metrics  *shedderMetrics
 }
 
 func (m *shedderMode) gauge(kind string) limitGauge {
-	return limitGauge{kind: kind, name: kind, source: "config", strength: m.mode.strength()}
+	return limitGauge{kind: kind, name: kind, source: "config", strength: m.strength}
 }
 
 // commitShedders puts the shedders of a config in force, which has started and
@@ -308,7 +317,7 @@ func (s *shared) commitShedders(config *shedders) error {
 			}
 		}
 		s.pool.workers.Set(settings)
-		modes.workers = &shedderMode{w.Mode, newShedderMetrics(s.pool.name, "workers")}
+		modes.workers = &shedderMode{w.Mode, config.strength(w.Mode), newShedderMetrics(s.pool.name, "workers")}
 	} else if old := s.pool.shedders.Load(); old != nil && old.workers != nil {
 		// Nobody asks them, but they may be configured again. Their source is gone
 		// with its config, so they recover as if idle.
@@ -321,7 +330,7 @@ func (s *shared) commitShedders(config *shedders) error {
 		settings := f.settings(config.workers)
 		settings.Timeout = s.store.timeout
 		s.fleet.Set(settings)
-		modes.fleet, modes.of = &shedderMode{f.Mode, newShedderMetrics(s.pool.name, "fleet")}, s
+		modes.fleet, modes.of = &shedderMode{f.Mode, config.strength(f.Mode), newShedderMetrics(s.pool.name, "fleet")}, s
 	}
 	s.pool.shedders.Store(modes)
 	return nil

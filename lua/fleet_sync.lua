@@ -82,7 +82,7 @@ local s = {epoch = stored[1], at = stored[2], rebuilt = stored[3], warm = stored
 if (deadline > 0 and now >= deadline) or (own and own.seq >= seq) then return {now} end
 
 local function beat() return math.max(250000, s.instances * 1000) end -- us
-local function hold() return math.max(10000, s.instances * 500) end  -- us
+local function hold() return math.max(10000, s.instances * 750) end  -- us
 local life = now + 8 * beat()
 
 -- Totals are rebuilt from the entries now and then, and at once when the sorted

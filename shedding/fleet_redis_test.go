@@ -406,7 +406,7 @@ func TestFleetSync_BeatAndHold(t *testing.T) {
 		if want := max(250*ms, n*ms); r.Beat != want {
 			t.Fatalf("%d instances: beat %v, want %v", n, r.Beat, want)
 		}
-		if want := max(10*ms, n*ms/2); r.Hold != want {
+		if want := max(10*ms, n*ms*3/4); r.Hold != want {
 			t.Fatalf("%d instances: hold %v, want %v", n, r.Hold, want)
 		}
 	}

@@ -298,6 +298,6 @@ func TestUpgrades(t *testing.T) {
 		t.Errorf("with 4 sockets open: utilization %v, want 0", u)
 	}
 	calls := hold(t, c, f.others, slots, bearer("sk_live_other"))
-	c.get(t, "/", bearer("sk_live_third")...).want(t, http.StatusServiceUnavailable)
+	f.refused(t, c, bearer("sk_live_third")...)
 	calls.letGo(t, slots)
 }

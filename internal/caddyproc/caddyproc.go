@@ -181,7 +181,7 @@ func (p *Process) Stop() {
 
 // Load replaces the running config, even by an equal one, and returns the
 // admin API's answer: 200 once the new config runs, else an error in the body
-// and the old config still runs.
+// and the old config still runs. When it returns, the admin API is one server.
 func (p *Process) Load(t testing.TB, caddyfile string) (status int, body string) {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost,
@@ -191,7 +191,9 @@ func (p *Process) Load(t testing.TB, caddyfile string) (status int, body string)
 	}
 	req.Header.Set("Content-Type", "text/caddyfile")
 	req.Header.Set("Cache-Control", "must-revalidate")
-	return do(t, req)
+	status, body = do(t, req)
+	AwaitHandover(t, p.Admin)
+	return status, body
 }
 
 // Metrics returns the admin API's /metrics.

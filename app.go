@@ -8,6 +8,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -49,7 +50,14 @@ type App struct {
 	declared map[string][]*declaredLimit // by pool
 	shedders map[string]*shedders        // by pool
 
-	running []*shared // what the config holds since it has started
+	running map[string]*shared // by pool: what the config holds since it has started
+}
+
+// startedApps are those of the configs that have started and not ended, in that
+// order. There are two during a reload, and the numbers of the last are in force.
+var startedApps struct {
+	sync.Mutex
+	apps []*App
 }
 
 // CaddyModule returns the Caddy module information.
@@ -157,12 +165,25 @@ func (*App) Start() error { return nil }
 func (*App) Stop() error { return nil }
 
 // Cleanup lets go of what the config holds, which withdraws it from the fleets
-// that the next one has not joined.
+// that the next one has not joined. A config can still fail once it has started
+// (Caddy sets up remote administration and config loaders last): then the one
+// before it, which runs on, gets its numbers back.
 func (a *App) Cleanup() error {
+	startedApps.Lock()
+	defer startedApps.Unlock()
+	i := slices.Index(startedApps.apps, a)
+	if i < 0 {
+		return nil
+	}
+	startedApps.apps = slices.Delete(startedApps.apps, i, i+1)
+	var err error
+	if i > 0 && i == len(startedApps.apps) {
+		err = startedApps.apps[i-1].putInForce()
+	}
 	for _, held := range a.running {
 		held.release()
 	}
-	return nil
+	return err
 }
 
 // declaredLimit is a limit as a handler of this config has it.
@@ -204,14 +225,25 @@ type started struct{ app *App }
 // Handle implements caddyevents.Handler.
 func (s started) Handle(context.Context, caddy.Event) error {
 	a := s.app
-	runningStore.Store(any(a.storeKey))
-	for name, config := range a.shedders {
-		declared := a.declared[name]
+	startedApps.Lock()
+	defer startedApps.Unlock()
+	startedApps.apps = append(startedApps.apps, a)
+	a.running = map[string]*shared{}
+	for name := range a.shedders {
 		held, err := a.share(name)
 		if err != nil {
 			return err
 		}
-		a.running = append(a.running, held)
+		a.running[name] = held
+	}
+	return a.putInForce()
+}
+
+// putInForce makes the numbers of the config those of its pools.
+func (a *App) putInForce() error {
+	runningStore.Store(any(a.storeKey))
+	for name, held := range a.running {
+		config, declared := a.shedders[name], a.declared[name]
 		held.commit(declared)
 		if err := held.commitShedders(config); err != nil {
 			return err

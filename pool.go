@@ -228,6 +228,9 @@ func (a *App) share(name string) (*shared, error) {
 // join makes s a hold on the pool's part in the fleet, too. Only a config that
 // has started joins, so that one without the fleet leaves it.
 func (s *shared) join() error {
+	if s.fleet != nil {
+		return nil
+	}
 	f, _, err := fleets.LoadOrNew(s.keys, func() (caddy.Destructor, error) {
 		return &fleet{shedding.NewFleet(s.store.syncFleet(s.keys.pool), slogger(s.keys.pool))}, nil
 	})

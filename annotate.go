@@ -18,11 +18,14 @@ const verdictVar = "stripe_ratelimit.verdict"
 // annotate offers what was decided to the handlers behind this one, as
 // placeholders, and to the access log. Both read the verdict only when they are
 // used, since on most requests they are not, and follow the verdict that is
-// latest when a request passes several pools.
+// latest when a request passes several pools. One that rejects stays, though,
+// whatever the pools of handle_errors say of it.
 func (h *Handler) annotate(r *http.Request, repl *caddy.Replacer, v *verdict) {
 	ctx := r.Context()
 	if first, ok := caddyhttp.GetVar(ctx, verdictVar).(*verdict); ok {
-		first.latest = v
+		if v.rejects() || !first.current().rejects() {
+			first.latest = v
+		}
 		return
 	}
 	caddyhttp.SetVar(ctx, verdictVar, v)

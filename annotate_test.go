@@ -96,6 +96,30 @@ func checkAnnotations(t *testing.T, name string, repl *caddy.Replacer, logged *v
 	}
 }
 
+// What became of a request is not what the pool of its error page says.
+func TestAnnotate_RejectionStays(t *testing.T) {
+	r, repl := newRequest("GET", "/")
+	first := &verdict{outcome: outcomeAllowed, pool: "edge"}
+	rows := []struct {
+		verdict       *verdict
+		pool, outcome string
+	}{
+		{first, "edge", "allowed"},
+		{&verdict{outcome: outcomeShed, pool: "api"}, "api", "shed"},
+		{&verdict{outcome: outcomeAllowed, pool: "errors"}, "api", "shed"},
+		{&verdict{outcome: outcomeExempt, pool: "more"}, "api", "shed"},
+		{&verdict{outcome: outcomeShed, pool: "last"}, "last", "shed"}, // its answer is the one
+	}
+	for _, row := range rows {
+		new(Handler).annotate(r, repl, row.verdict)
+		for name, want := range map[string]string{"pool": row.pool, "outcome": row.outcome} {
+			if got, _ := repl.Get(placeholderPrefix + name); got != want {
+				t.Errorf("after pool %s: %s is %v, want %s", row.verdict.pool, name, got, want)
+			}
+		}
+	}
+}
+
 func TestAnnotate_SeveralPools(t *testing.T) {
 	r, repl := newRequest("GET", "/")
 	first := &verdict{outcome: outcomeAllowed, pool: "edge"}

@@ -209,7 +209,7 @@ func (a *App) declare(d *declaredLimit) error {
 				l.Kind, l.Name, l.Pool, describe(o), describe(l))
 		}
 		if other.scope != d.scope {
-			return fmt.Errorf("%s limit %q of pool %q (%s) has other keys or matchers in one handler than in another; make them the same, or choose another name or pool",
+			return fmt.Errorf("%s limit %q of pool %q (%s) has other keys, matchers or ipv6_prefix in one handler than in another; make them the same, or choose another name or pool",
 				l.Kind, l.Name, l.Pool, describe(l))
 		}
 		other.strength = max(other.strength, d.strength)

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"cmp"
 	"encoding/json"
+	"fmt"
 	"net/http"
 	"net/netip"
 	"slices"
@@ -102,12 +103,20 @@ func (h *Handler) provisionLimit(ctx caddy.Context, l *limiters.Limit, config an
 		return err
 	}
 	scope := strings.Join(key, " ") + " " + string(match)
+	if g.byAddress() {
+		scope += fmt.Sprintf(" /%d", h.IPv6Prefix) // another one makes other identities
+	}
 	if err := h.app.declare(&declaredLimit{hl.numbers, scope, hl.strength()}); err != nil {
 		return err
 	}
 	g.limits = append(g.limits, len(h.limits))
 	h.limits = append(h.limits, hl)
 	return nil
+}
+
+// byAddress reports whether the identity may be a client address.
+func (g *keyGroup) byAddress() bool {
+	return slices.ContainsFunc(g.sources, func(s keySource) bool { return s.word == sourceClientIP })
 }
 
 // group returns the group of a key, which it makes if there is none.

@@ -21,6 +21,8 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	_ "github.com/caddyserver/caddy/v2/modules/standard"
 	goredis "github.com/redis/go-redis/v9"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/redistest"
 )
@@ -158,8 +160,9 @@ func TestHandlersOfOnePoolMustAgree(t *testing.T) {
 	s := newServer(t)
 	cases := []struct{ name, first, second, want string }{
 		{"other numbers", "rate 7/h burst 77", "rate 7/h burst 78", `rate limit "rate" of pool "default" is 7/h`},
-		{"other key", "rate 7/h", "rate 7/h key client_ip", "has other keys or matchers"},
-		{"other matchers", "rate 7/h match /a", "rate 7/h match /b", "has other keys or matchers"},
+		{"other key", "rate 7/h", "rate 7/h key client_ip", "has other keys, matchers or ipv6_prefix"},
+		{"other matchers", "rate 7/h match /a", "rate 7/h match /b", "has other keys, matchers or ipv6_prefix"},
+		{"other prefix", "rate 7/h\n\t\tipv6_prefix 56", "rate 7/h", "has other keys, matchers or ipv6_prefix"},
 	}
 	for _, c := range cases {
 		config := s.config("", fmt.Sprintf("\tstripe_ratelimit {\n\t\t%s\n\t}\n\tstripe_ratelimit /x {\n\t\t%s\n\t}", c.first, c.second))
@@ -167,6 +170,11 @@ func TestHandlersOfOnePoolMustAgree(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: got error %v, want one with %q", c.name, err, c.want)
 		}
+	}
+	// Where no address is a key, the prefix is no matter.
+	config := s.config("", "\tstripe_ratelimit {\n\t\tkey api_key\n\t\trate 7/h\n\t\tipv6_prefix 56\n\t}\n\tstripe_ratelimit /x {\n\t\tkey api_key\n\t\trate 7/h\n\t}")
+	if err := caddy.Validate(decode(t, config)); err != nil {
+		t.Errorf("other prefix, but no address: %v", err)
 	}
 }
 
@@ -266,6 +274,22 @@ func TestRequestAfterCleanup(t *testing.T) {
 	})
 	eventually(t, gone(pools, h.Pool))
 	eventually(t, gone(stores, a.storeKey))
+}
+
+// The logs of a config may be closed when it has ended, and what its last
+// requests have to say would be lost.
+func TestComplaintsAfterCleanup(t *testing.T) {
+	core, complaints := observer.New(zap.ErrorLevel)
+	h := &Handler{logger: zap.New(core)}
+	h.complain("before")
+	if err := h.Cleanup(); err != nil {
+		t.Fatal(err)
+	}
+	h.complaints.last.Store(0)
+	h.complain("after")
+	if got := complaints.Len(); got != 1 {
+		t.Errorf("%d complaints went to the log of the config, want the one before its end", got)
+	}
 }
 
 // slowStore is a store that takes its time to close.

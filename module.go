@@ -127,6 +127,7 @@ type Handler struct {
 	warnForwarded atomic.Bool
 
 	complaints everySecond
+	ended      atomic.Bool // by Cleanup: the logs of the config may be closed
 }
 
 // RateLimit is one token bucket for each identity: requests refill it, and a
@@ -273,14 +274,12 @@ func (h *Handler) provisionMatchers(ctx caddy.Context) error {
 // provisionWarning arms the warning about clients that hide behind a proxy.
 func (h *Handler) provisionWarning(ctx caddy.Context) {
 	server, ok := ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
-	byAddress := slices.ContainsFunc(h.groups, func(g *keyGroup) bool {
-		return slices.ContainsFunc(g.sources, func(s keySource) bool { return s.word == sourceClientIP })
-	})
-	h.warnForwarded.Store(ok && server.TrustedProxiesRaw == nil && byAddress)
+	h.warnForwarded.Store(ok && server.TrustedProxiesRaw == nil && slices.ContainsFunc(h.groups, (*keyGroup).byAddress))
 }
 
 // Cleanup lets go of what Provision acquired. Requests that still run keep it.
 func (h *Handler) Cleanup() error {
+	h.ended.Store(true)
 	if h.attached != nil {
 		h.attached.release()
 	}
@@ -380,7 +379,11 @@ func (h *Handler) guard(v *verdict, run func()) {
 // so for every request.
 func (h *Handler) complain(message string, fields ...zap.Field) {
 	if more, ok := h.complaints.allow(time.Now()); ok {
-		h.logger.Error(message, append(fields, zap.Int64("complaints_not_logged", more))...)
+		logger := h.logger
+		if h.ended.Load() {
+			logger = caddy.Log().Named("http.handlers.stripe_ratelimit")
+		}
+		logger.Error(message, append(fields, zap.Int64("complaints_not_logged", more))...)
 	}
 }
 

@@ -177,8 +177,12 @@ func (a *App) Cleanup() error {
 	}
 	startedApps.apps = slices.Delete(startedApps.apps, i, i+1)
 	var err error
-	if i > 0 && i == len(startedApps.apps) {
-		err = startedApps.apps[i-1].putInForce()
+	if i == len(startedApps.apps) {
+		var before *App
+		if i > 0 {
+			before = startedApps.apps[i-1]
+		}
+		err = before.putInForce(a)
 	}
 	for _, held := range a.running {
 		held.release()
@@ -227,6 +231,10 @@ func (s started) Handle(context.Context, caddy.Event) error {
 	a := s.app
 	startedApps.Lock()
 	defer startedApps.Unlock()
+	var before *App
+	if n := len(startedApps.apps); n > 0 {
+		before = startedApps.apps[n-1]
+	}
 	startedApps.apps = append(startedApps.apps, a)
 	a.running = map[string]*shared{}
 	for name := range a.shedders {
@@ -236,13 +244,30 @@ func (s started) Handle(context.Context, caddy.Event) error {
 		}
 		a.running[name] = held
 	}
-	return a.putInForce()
+	return a.putInForce(before)
 }
 
-// putInForce makes the numbers of the config those of its pools.
-func (a *App) putInForce() error {
-	runningStore.Store(any(a.storeKey))
-	for name, held := range a.running {
+// putInForce makes the numbers of the config, nil for one without the app, those
+// of its pools. Pools that only the other config has, which was in force, may live
+// on for long requests, and come back: they are left without numbers.
+func (a *App) putInForce(other *App) error {
+	running := map[string]*shared{}
+	if a != nil {
+		running = a.running
+		runningStore.Store(any(a.storeKey))
+	}
+	if other != nil {
+		for name, held := range other.running {
+			if running[name] != nil {
+				continue
+			}
+			held.commit(nil)
+			if err := held.commitShedders(new(shedders)); err != nil {
+				return err
+			}
+		}
+	}
+	for name, held := range running {
 		config, declared := a.shedders[name], a.declared[name]
 		held.commit(declared)
 		if err := held.commitShedders(config); err != nil {

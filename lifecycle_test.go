@@ -114,48 +114,6 @@ func withApp(t *testing.T, config []byte, name string) []byte {
 	return out
 }
 
-// failingLast makes a config fail when all its apps have started, and said so.
-func failingLast(t *testing.T, config []byte) []byte {
-	t.Helper()
-	var c map[string]any
-	if err := json.Unmarshal(config, &c); err != nil {
-		t.Fatal(err)
-	}
-	c["admin"] = map[string]any{"disabled": true, "config": map[string]any{"load": map[string]any{"module": "no_such_module"}}}
-	out, err := json.Marshal(c)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return out
-}
-
-// A config that fails after it has started leaves the one before it as it was,
-// with its shedders.
-func TestConfigThatFailsLastLeavesTheShedders(t *testing.T) {
-	onBothStores(t, func(t *testing.T, s *server, global string) {
-		shedding := func(pool string) string {
-			return "\tstripe_ratelimit " + pool + " {\n\t\tcritical /charges\n\t\tfleet 10 reserve 100%\n\t}"
-		}
-		s.load(global, shedding("default"))
-		eventually(t, func() bool { return s.get("sk_a") == 503 })
-		for _, site := range []string{
-			"\tstripe_ratelimit {\n\t\tcritical /charges\n\t\tfleet 10 reserve 0%\n\t}",
-			"\tstripe_ratelimit {\n\t\trate 1/h burst 100\n\t}",
-			shedding("other_pool"),
-			"",
-		} {
-			if err := caddy.Load(failingLast(t, s.config(global, site)), true); err == nil {
-				t.Fatalf("%s: the config was accepted", site)
-			}
-			eventually(t, func() bool { return s.get("sk_a") == 503 })
-			s.want("sk_a", 503, 503)
-		}
-		// The next one is as if nothing had happened.
-		s.load(global, "\tstripe_ratelimit {\n\t\trate 1/h burst 3\n\t}")
-		s.want("sk_b", 200, 200, 200, 429)
-	})
-}
-
 func TestHandlersOfOnePoolMustAgree(t *testing.T) {
 	s := newServer(t)
 	cases := []struct{ name, first, second, want string }{

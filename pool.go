@@ -61,8 +61,8 @@ type limitKey struct {
 type poolLimit struct {
 	metrics *limitMetrics
 
-	// current has the numbers of the running config; nil before it has started.
-	// All handlers go by them, those of a config that is being loaded as well:
+	// current has the numbers of the running config; nil before it has started,
+	// and if it has no such limit. All handlers go by them, those of a config that is being loaded as well:
 	// it may yet be rejected.
 	current atomic.Pointer[limitNumbers]
 }
@@ -107,19 +107,28 @@ func (p *pool) limit(l *limiters.Limit) *poolLimit {
 	return pl
 }
 
-// commit puts the numbers of a config in force, which has started.
+// commit puts the numbers of a config in force, which has started. Limits that it
+// does not have are left without, lest they come back with those of long ago.
 func (s *shared) commit(declared []*declaredLimit) {
 	shown := make([]limitGauge, 0, len(declared))
+	inForce := make(map[*poolLimit]bool, len(declared))
 	for _, d := range declared {
-		s.pool.limit(d.numbers.limit).current.Store(d.numbers)
+		pl := s.pool.limit(d.numbers.limit)
+		pl.current.Store(d.numbers)
+		inForce[pl] = true
 		shown = append(shown, limitGauge{
 			kind: d.numbers.limit.Kind.String(), name: d.numbers.limit.Name,
 			source: "config", strength: d.strength,
 		})
 	}
 	s.pool.mu.Lock()
+	defer s.pool.mu.Unlock()
 	s.pool.shown = shown
-	s.pool.mu.Unlock()
+	for _, pl := range s.pool.limits {
+		if !inForce[pl] {
+			pl.current.Store(nil)
+		}
+	}
 }
 
 // store is a limiters.Store with what goes with it.

@@ -42,7 +42,16 @@ fuzz: ## Run each fuzz test for FUZZTIME (30s)
 	done
 
 .PHONY: bench
-bench: ## Run the benchmarks BENCH (all) six times, into bin/bench.txt for benchstat
+bench: needs-redis ## Measure briefly what this module costs a request, all in all (a minute)
+	mkdir -p bin
+	go run -C benchmarks ./load -short -json ../bin/load.json
+
+.PHONY: performance
+performance: needs-redis ## Measure that at length, on a quiet machine (six minutes), and refresh the documentation
+	go run -C benchmarks ./load -docs ..
+
+.PHONY: microbench
+microbench: ## Run the benchmarks BENCH (all) six times, into bin/bench.txt for benchstat
 	mkdir -p bin
 	go test -run '^$$' -bench '$(BENCH)' -benchmem -count 6 ./... | tee bin/bench.txt
 

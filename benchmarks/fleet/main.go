@@ -25,6 +25,7 @@ import (
 
 	"github.com/redis/go-redis/v9"
 
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/benchmarks/redisproc"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
@@ -49,7 +50,7 @@ func main() {
 
 // run starts a redis-server, measures both phases and writes a table.
 func run(out io.Writer, instances int, length, settle time.Duration) error {
-	addr, stop, err := startRedis()
+	addr, stop, err := redisproc.Start()
 	if err != nil {
 		return err
 	}

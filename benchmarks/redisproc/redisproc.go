@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+// Package redisproc starts redis-servers for measurements.
+package redisproc
 
 import (
 	"context"
@@ -11,10 +12,13 @@ import (
 	"time"
 
 	"github.com/redis/go-redis/v9"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/redistest"
 )
 
-// startRedis starts a redis-server that keeps nothing, over TCP as in real life.
-func startRedis() (addr string, stop func(), err error) {
+// Start starts a redis-server that keeps nothing on disk, over TCP as in real
+// life, and returns once it answers. It ends with stop, or with this process.
+func Start() (addr string, stop func(), err error) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0") // for a free port
 	if err != nil {
 		return "", nil, err
@@ -27,6 +31,7 @@ func startRedis() (addr string, stop func(), err error) {
 	cmd := exec.Command("redis-server", "--bind", host, "--port", port,
 		"--save", "", "--appendonly", "no", "--dir", os.TempDir(), "--loglevel", "warning")
 	cmd.Stderr = os.Stderr
+	redistest.TieToParent(cmd)
 	if err := cmd.Start(); err != nil {
 		return "", nil, err
 	}

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+)
+
+// document brings a checkout's documentation up to date: what stands between
+// the markers "<!-- load: NAME -->" and "<!-- load: end -->".
+func (r *report) document(root string) error {
+	var figures strings.Builder
+	fmt.Fprintf(&figures, "%s.\n", r.about())
+	for _, t := range r.tables() {
+		fmt.Fprintf(&figures, "\n%s", t.markdown())
+	}
+	if odd := r.odd(); len(odd) > 0 {
+		fmt.Fprintf(&figures, "\nTo be noted:\n\n- %s\n", strings.Join(odd, "\n- "))
+	}
+	svg, err := r.draw()
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(root, "docs", "performance.svg"), svg, 0o644); err != nil {
+		return err
+	}
+	for _, part := range []struct{ file, name, text string }{
+		{"docs/performance.md", "bars", r.barTable().markdown()},
+		{"docs/performance.md", "figures", figures.String()},
+		{"README.md", "summary", r.summary().markdown() + "\n" + r.about() + ".\n"},
+	} {
+		file := filepath.Join(root, part.file)
+		old, err := os.ReadFile(file)
+		if err != nil {
+			return err
+		}
+		text, err := replaceMarked(string(old), part.name, part.text)
+		if err != nil {
+			return fmt.Errorf("%s: %w", file, err)
+		}
+		if err := os.WriteFile(file, []byte(text), 0o644); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// replaceMarked replaces the text between the markers of a name.
+func replaceMarked(document, name, text string) (string, error) {
+	begin, end := "<!-- load: "+name+" -->\n", "<!-- load: end -->"
+	before, rest, found := strings.Cut(document, begin)
+	_, after, ended := strings.Cut(rest, end)
+	if !found || !ended {
+		return "", fmt.Errorf("no %q, or no %q after it", strings.TrimSpace(begin), end)
+	}
+	return before + begin + strings.TrimRight(text, "\n") + "\n" + end + after, nil
+}
+
+// summary is a table in a few lines.
+func (r *report) summary() table {
+	t := table{head: []string{"", "added CPU, µs", "of bare `respond`", "of bare `reverse_proxy`", "commands to Redis"}}
+	for _, name := range []string{"memory", "rate", "both", "four", "flood", "sample"} {
+		keys := "uniform"
+		if name == "flood" {
+			keys = "hot"
+		}
+		s := r.find(scenario{name, "respond", "h1", keys, 0})
+		if s == nil {
+			continue
+		}
+		ref := r.find(s.reference())
+		row := []string{s.name(), fmt.Sprintf("%.1f", s.against(ref, addedCPU).median), fmt.Sprintf("%.0f %%", 100*s.against(ref, ofRate).median), "", ""}
+		if p := r.find(scenario{name, "proxy", "h1", keys, 0}); p != nil {
+			row[3] = fmt.Sprintf("%.0f %%", 100*p.against(r.find(p.reference()), ofRate).median)
+		}
+		if s.Sent != nil {
+			row[4] = fmt.Sprintf("%.2f", s.sent())
+		}
+		t.rows = append(t.rows, row)
+	}
+	return t
+}

@@ -22,13 +22,16 @@ const verdictVar = "stripe_ratelimit.verdict"
 // whatever the pools of handle_errors say of it.
 func (h *Handler) annotate(r *http.Request, repl *caddy.Replacer, v *verdict) {
 	ctx := r.Context()
-	if first, ok := caddyhttp.GetVar(ctx, verdictVar).(*verdict); ok {
+	vars := requestVars(r)
+	if first, ok := vars[verdictVar].(*verdict); ok {
 		if v.rejects() || !first.current().rejects() {
 			first.latest = v
 		}
 		return
 	}
-	caddyhttp.SetVar(ctx, verdictVar, v)
+	if vars != nil {
+		vars[verdictVar] = v
+	}
 	repl.Map(v.placeholder)
 
 	// Without an access log nobody reads the fields, and setting them is the
@@ -39,6 +42,13 @@ func (h *Handler) annotate(r *http.Request, repl *caddy.Replacer, v *verdict) {
 	if extra, ok := ctx.Value(caddyhttp.ExtraLogFieldsCtxKey).(*caddyhttp.ExtraLogFields); ok {
 		extra.Add(zap.Inline(v))
 	}
+}
+
+// requestVars returns the variables of a request: caddyhttp.GetVar and SetVar
+// would look for them once for each.
+func requestVars(r *http.Request) map[string]any {
+	vars, _ := r.Context().Value(caddyhttp.VarsCtxKey).(map[string]any)
+	return vars
 }
 
 // The names of placeholders and log fields, and what stands before them.

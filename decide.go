@@ -223,8 +223,7 @@ func (h *Handler) applicable(a *attachment, r *http.Request, repl *caddy.Replace
 				numbers = l.numbers
 			}
 			v.limits = append(v.limits, limitVerdict{
-				limit: numbers.limit, words: numbers.words, index: n,
-				identity: id, source: source, endpoint: l.endpoint(), dark: dark,
+				limitNumbers: numbers, index: int32(n), identity: id, source: source, endpoint: l.endpoint(), dark: dark,
 			})
 		}
 	}

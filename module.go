@@ -288,10 +288,13 @@ func (h *Handler) Cleanup() error {
 
 // ServeHTTP applies the limits to a request.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
-	if caddyhttp.GetVar(r.Context(), h.entered) != nil {
+	vars := requestVars(r)
+	if vars[h.entered] != nil {
 		return next.ServeHTTP(w, r)
 	}
-	caddyhttp.SetVar(r.Context(), h.entered, true)
+	if vars != nil {
+		vars[h.entered] = true
+	}
 
 	a, err := h.attachment()
 	if err != nil {
@@ -336,7 +339,7 @@ func (h *Handler) judge(a *attachment, w http.ResponseWriter, r *http.Request, t
 	h.guard(v, func() {
 		h.annotate(r, repl, v)
 		if !v.rejects() && (h.RateLimitHeaders == nil || *h.RateLimitHeaders) {
-			setRateLimitFields(w.Header(), v.limits)
+			v.setRateLimitFields(w.Header())
 		}
 		if c := h.logger.Check(zap.DebugLevel, "decided"); c != nil {
 			c.Write(zap.String("pool", h.Pool), zap.String("outcome", string(v.outcome)),

@@ -7,7 +7,6 @@ import (
 	"math/big"
 	"net/http"
 	"regexp"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -63,20 +62,20 @@ type verdict struct {
 	latest *verdict // of a later handler on the request's way; see annotate
 
 	// Room for what most requests need, in one piece.
-	few       [3]limitVerdict
-	fewChecks [3]limiters.Check
-	fewAsks   [2]limiters.Ask
+	few       [2]limitVerdict
+	fewChecks [2]limiters.Check
+	fewAsks   [1]limiters.Ask
+	fields    [2]string // values of RateLimit and RateLimit-Policy
 }
 
 // limitVerdict is what one limit said.
 type limitVerdict struct {
-	limit    *limiters.Limit
-	index    int // in Handler.limits
+	*limitNumbers
 	identity limiters.Identity
-	words    *limitWords // newLimitWords(limit), made once at Provision
-	source   string      // key source word for messages: "API key", "client address", "identity"
-	endpoint bool        // the limit has matchers
-	dark     bool        // it only counts
+	source   string // key source word for messages: "API key", "client address", "identity"
+	index    int32  // in Handler.limits
+	endpoint bool   // the limit has matchers
+	dark     bool   // it only counts
 	result   limiters.Result
 }
 
@@ -211,7 +210,7 @@ func (h *Handler) deny(header http.Header, v *verdict, u float64) apiError {
 	denied := v.denied
 	v.retryAfter = retryAfter(denied.result.RetryAfter, u)
 	if h.RateLimitHeaders == nil || *h.RateLimitHeaders {
-		setRateLimitFields(header, v.limits)
+		v.setRateLimitFields(header)
 	}
 	header.Set("Stripe-Rate-Limited-Reason", v.reason())
 	// No clock frees a concurrency slot, so nobody can promise one in a second.
@@ -352,7 +351,7 @@ func count(n int64, word string) string {
 	return strconv.FormatInt(n, 10) + " " + word
 }
 
-// setRateLimitFields adds the limits to RateLimit and RateLimit-Policy
+// setRateLimitFields adds the limits that applied to RateLimit and RateLimit-Policy
 // (draft-ietf-httpapi-ratelimit-headers-11). A limit whose store did not answer
 // is left out.
 //
@@ -365,34 +364,37 @@ func count(n int64, word string) string {
 // ours: both are lists, and two fields of one name are one list (RFC 9651,
 // section 4.2). Where its fields are of another draft, `header_down
 // -RateLimit*` in reverse_proxy keeps them out.
-func setRateLimitFields(header http.Header, limits []limitVerdict) {
-	rejected := slices.ContainsFunc(limits, func(l limitVerdict) bool { return l.shown() && l.result.Outcome == limiters.Denied })
+func (v *verdict) setRateLimitFields(header http.Header) {
+	rejected := false
+	for i := range v.limits {
+		l := &v.limits[i]
+		rejected = rejected || l.shown() && l.result.Outcome == limiters.Denied
+	}
 	var array [256]byte
 	text := array[:0]
-	for i := range limits {
-		text = limits[i].appendRemaining(text, rejected)
+	for i := range v.limits {
+		text = v.limits[i].appendRemaining(text, rejected)
 	}
 	if len(text) == 0 {
 		return
 	}
 	policy := len(text)
-	for i := range limits {
-		if limits[i].shown() {
+	for i := range v.limits {
+		if l := &v.limits[i]; l.shown() {
 			if len(text) > policy {
 				text = append(text, ", "...)
 			}
-			text = append(text, limits[i].words.policy...)
+			text = append(text, l.words.policy...)
 		}
 	}
-	// One text and one array for both fields: this is on the way of every
-	// request.
+	// One text for both fields: this is on the way of every request.
 	both := string(text)
-	values := []string{both[:policy], both[policy:]}
+	v.fields = [...]string{both[:policy], both[policy:]}
 	for i, name := range [...]string{"Ratelimit", "Ratelimit-Policy"} {
 		if others := header[name]; len(others) > 0 { // of another pool
-			header[name] = append(others, values[i])
+			header[name] = append(others, v.fields[i])
 		} else {
-			header[name] = values[i : i+1 : i+1]
+			header[name] = v.fields[i : i+1 : i+1]
 		}
 	}
 }

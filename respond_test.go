@@ -48,7 +48,7 @@ func said(t testing.TB, name, numbers string, result limiters.Result) limitVerdi
 	if err != nil {
 		t.Fatal(err)
 	}
-	return limitVerdict{limit: l, words: newLimitWords(l), source: "API key", result: result}
+	return limitVerdict{limitNumbers: &limitNumbers{l, newLimitWords(l)}, source: "API key", result: result}
 }
 
 // deniedBy returns the verdict of a request that its first limit denied.
@@ -474,7 +474,7 @@ func TestSetRateLimitFields(t *testing.T) {
 		if header == nil {
 			header = make(http.Header)
 		}
-		setRateLimitFields(header, c.limits)
+		(&verdict{limits: c.limits}).setRateLimitFields(header)
 		if diff := cmp.Diff(c.want, flat(header)); diff != "" {
 			t.Errorf("%s, -want +got:\n%s", c.name, diff)
 		}
@@ -514,8 +514,9 @@ func BenchmarkAllowed(b *testing.B) {
 		*repl = fresh
 		delete(vars, verdictVar)
 		clear(header)
-		h.annotate(r, repl, &verdict{outcome: outcomeAllowed, limits: limits})
-		setRateLimitFields(header, limits)
+		v := &verdict{outcome: outcomeAllowed, limits: limits}
+		h.annotate(r, repl, v)
+		v.setRateLimitFields(header)
 	}
 }
 

@@ -48,10 +48,10 @@ func TestDifferential_ClockFromTheTest(t *testing.T) {
 			}
 			l := d.held[d.rng.IntN(len(d.held))]
 			set := d.shard.leases(now.UnixMicro(), l.key)
-			if set == nil || set.leases[l.id].end == 0 {
+			if !set.has(d.model[l]) {
 				return "SetTime not"
 			}
-			us := set.leases[l.id].end + d.rng.Int64N(3) - 1
+			us := d.model[l].end + d.rng.Int64N(3) - 1
 			if d.rng.IntN(2) == 0 {
 				us -= l.length.Microseconds()
 			}
@@ -95,6 +95,7 @@ type differential struct {
 	// The model, and the leases that it does not release before Redis does.
 	shard   *memoryShard
 	pending map[*lease]bool
+	model   map[*lease]*lease // the model's of each
 
 	identities []Identity
 	limits     []*Limit
@@ -116,6 +117,7 @@ func newDifferential(t *testing.T, s *redistest.Server) *differential {
 		rdb:        s.Client(),
 		shard:      newMemoryShard(1 << 20),
 		pending:    map[*lease]bool{},
+		model:      map[*lease]*lease{},
 		identities: []Identity{id("ann"), id("bob"), id("cy")},
 	}
 	d.operations = []func() string{d.admit, d.admit, d.admit, d.admit, d.admit, d.release, d.release, d.flush, d.renew, d.forgetScripts}
@@ -158,11 +160,11 @@ func (d *differential) run() {
 
 func (d *differential) admit() string {
 	a := Ask{Identity: d.identities[d.rng.IntN(len(d.identities))]}
-	used := map[string]bool{}
+	used := map[stateID]bool{}
 	for range 1 + d.rng.IntN(4) {
 		l := d.limits[d.rng.IntN(len(d.limits))]
-		if !used[l.suffix] {
-			used[l.suffix] = true
+		if !used[l.state] {
+			used[l.state] = true
 			a.Checks = append(a.Checks, Check{l, d.rng.IntN(3) == 0})
 		}
 	}
@@ -185,7 +187,7 @@ func (d *differential) admit() string {
 	}
 
 	for _, l := range released {
-		d.shard.release(now, l.key, l.id)
+		d.shard.release(d.model[l])
 		delete(d.pending, l)
 	}
 	want := Admission{Results: make([]Result, 0, len(a.Checks))}
@@ -193,6 +195,9 @@ func (d *differential) admit() string {
 	if diff := cmp.Diff(want.Results, got.Results); diff != "" || got.Allowed != want.Allowed || len(got.leases) != len(want.leases) {
 		d.t.Errorf("admit: got %v with %d leases, want %v with %d (-want +got):\n%s",
 			got.Allowed, len(got.leases), want.Allowed, len(want.leases), diff)
+	}
+	for i, l := range got.leases[:min(len(got.leases), len(want.leases))] {
+		d.model[l] = want.leases[i]
 	}
 	d.held = append(d.held, got.leases...)
 	return fmt.Sprintf("admit %v: %s", describe(a), briefly(got.Results))
@@ -202,7 +207,7 @@ func describe(a Ask) string {
 	var b strings.Builder
 	b.WriteString(strings.TrimRight(string(a.Identity[:]), "\x00"))
 	for _, c := range a.Checks {
-		fmt.Fprintf(&b, " %s", c.Limit.suffix)
+		fmt.Fprintf(&b, " %s", c.Limit.state.name().suffix)
 		if c.Dark {
 			b.WriteString(" dark")
 		}
@@ -229,9 +234,8 @@ func (d *differential) flush() string {
 	if err := d.redis.flush(time.Now().Add(patience), true); err != nil {
 		d.t.Fatal(err)
 	}
-	now := d.time()
 	for l := range d.pending {
-		d.shard.release(now, l.key, l.id)
+		d.shard.release(d.model[l])
 	}
 	clear(d.pending)
 	return "flush"
@@ -252,7 +256,7 @@ func (d *differential) renew() string {
 	if c.err != nil {
 		d.t.Fatal(c.err)
 	}
-	d.shard.renew(d.now(c.reply[0]), first.key, first.length.Microseconds(), first.id)
+	d.shard.renew(d.now(c.reply[0]), d.model[first])
 	return fmt.Sprintf("renew %d", first.id)
 }
 
@@ -343,8 +347,8 @@ func (d *differential) members(zs []redis.Z) string {
 
 func (d *differential) slots(set *slots) string {
 	ends := map[string]int64{}
-	for id, l := range set.leases {
-		ends[d.redis.leaseName(id)+strconv.FormatInt(l.length, 10)] = l.end
+	for _, l := range set.leases {
+		ends[d.redis.member(l)] = l.end
 	}
 	return inOrder(ends)
 }

@@ -149,9 +149,7 @@ func (s *memoryStage) admit(at time.Duration, asks []Ask) Admission {
 	return s.m.admitAt(epoch.Add(at).UnixMicro(), asks)
 }
 
-func (s *memoryStage) release(at time.Duration, adm Admission) {
-	s.m.releaseAt(epoch.Add(at).UnixMicro(), adm)
-}
+func (s *memoryStage) release(_ time.Duration, adm Admission) { s.m.Release(adm) }
 
 // eventually waits for what happens in the background.
 func eventually(t testing.TB, what string, done func() bool) {

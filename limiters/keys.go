@@ -2,26 +2,66 @@
 
 package limiters
 
-import "encoding/hex"
+import (
+	"encoding/hex"
+	"sync"
+)
 
-// stateKey names what a store keeps about one identity and one limit.
+// stateKey names what a store keeps about one identity and one limit. It has no
+// pointers, so that the garbage collector need not look at a million of them.
 type stateKey struct {
 	identity Identity
-	pool     string
-	suffix   string // Limit.suffix
+	state    stateID
 }
 
-func (l *Limit) stateKey(id Identity) stateKey { return stateKey{id, l.Pool, l.suffix} }
+// stateID stands for a stateName.
+type stateID uint32
+
+// stateName is what keys have around the identity. Limits of one name share
+// their state, whatever their numbers.
+type stateName struct{ pool, suffix string }
+
+// stateNames are all that this process has seen: as many as its configs had.
+var stateNames struct {
+	sync.RWMutex
+	ids   map[stateName]stateID
+	names []stateName // by id
+}
+
+// id returns the same for the same name, and another for another one.
+func (n stateName) id() stateID {
+	stateNames.Lock()
+	defer stateNames.Unlock()
+	id, ok := stateNames.ids[n]
+	if !ok {
+		if stateNames.ids == nil {
+			stateNames.ids = map[stateName]stateID{}
+		}
+		id = stateID(len(stateNames.names))
+		stateNames.ids[n] = id
+		stateNames.names = append(stateNames.names, n)
+	}
+	return id
+}
+
+func (id stateID) name() stateName {
+	stateNames.RLock()
+	defer stateNames.RUnlock()
+	return stateNames.names[id]
+}
+
+func (l *Limit) stateKey(id Identity) stateKey { return stateKey{id, l.state} }
 
 // redis returns the key in Redis. Every key of an identity has the identity as
 // its hash tag, so that one script may use them all in a Cluster.
 func (k stateKey) redis(prefix string) string {
-	b := make([]byte, 0, len(prefix)+len(k.pool)+len(k.suffix)+2*len(k.identity)+3)
+	name := k.state.name()
+	b := make([]byte, 0, len(prefix)+len(name.pool)+len(name.suffix)+2*len(k.identity)+3)
 	b = append(b, prefix...)
-	b = append(b, k.pool...)
+	b = append(b, name.pool...)
 	b = append(b, ':', '{')
 	b = hex.AppendEncode(b, k.identity[:])
 	b = append(b, '}')
-	b = append(b, k.suffix...)
+	b = append(b, name.suffix...)
 	return string(b)
 }

@@ -16,12 +16,16 @@ type lease struct {
 	key    stateKey
 	id     uint64
 	length time.Duration
+	index  int // in set.leases, or in leaseTable.ended
+
+	// Of a Memory alone. Guarded by memoryShard.mu.
+	set *slots // that has it, or had
+	end int64  // us
 
 	// Guarded by leaseTable.mu.
 	renewAt  time.Time // when the next renewal is due
 	revives  time.Time // until when a script under way may take or lengthen it
 	ends     time.Time // when it has surely ended by itself; zero while it is held
-	index    int       // in leaseTable.ended
 	released bool      // a release was acknowledged
 	gone     bool      // and it was the last word
 }

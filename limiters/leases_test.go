@@ -22,7 +22,7 @@ func newLT(t *testing.T) lt { return lt{t, newLeaseTable(time.Second)} }
 func sec(s float64) time.Time { return epoch.Add(time.Duration(s * float64(time.Second))) }
 
 func testLease(n uint64) *lease {
-	return &lease{key: stateKey{identity: id("a"), suffix: ":c:two"}, id: n, length: 10 * time.Second}
+	return &lease{key: stateKey{identity: id("a"), state: stateName{suffix: ":c:two"}.id()}, id: n, length: 10 * time.Second}
 }
 
 // released are the ids that a flush at a time sends.

@@ -86,8 +86,8 @@ type Limit struct {
 
 	tick        time.Duration // resolution of the bucket's clock
 	periodTicks int64         // Period in ticks; a token is this many units
-	suffix      string        // what follows the identity in the limit's keys
-	args        []any         // of admit.lua, up to the flag dark
+	state       stateID
+	args        []any // of admit.lua, up to the flag dark
 }
 
 // NewRate returns a token bucket limit: requests per period on average, at most
@@ -128,7 +128,7 @@ func NewRate(pool, name string, requests int64, period time.Duration, capacity, 
 	if capacity > maxExact/l.periodTicks {
 		return nil, fmt.Errorf("rate: burst %d is too large for a period of %s; at most %d", capacity, period, maxExact/l.periodTicks)
 	}
-	l.suffix = ":r:" + name + ":" + period.String()
+	l.state = stateName{pool, ":r:" + name + ":" + period.String()}.id()
 	l.args = []any{requests, l.capacityUnits(), l.costUnits(), l.tick.Microseconds()}
 	return l, nil
 }
@@ -150,8 +150,8 @@ func NewConcurrency(pool, name string, capacity int64, lease time.Duration) (*Li
 	return &Limit{
 		Pool: pool, Kind: Concurrency, Name: name,
 		Capacity: capacity, Cost: 1, Lease: lease,
-		suffix: ":c:" + name,
-		args:   []any{capacity, lease.Microseconds()},
+		state: stateName{pool, ":c:" + name}.id(),
+		args:  []any{capacity, lease.Microseconds()},
 	}, nil
 }
 
@@ -230,6 +230,37 @@ type Admission struct {
 	Results []Result
 
 	leases []*lease // taken, to be given back by Release
+	room   *room    // for the first of them
+}
+
+// room is what most admissions need, in one piece.
+type room struct {
+	results [2]Result
+	leases  [1]*lease
+	lease   lease
+}
+
+// newAdmission returns an admission that allows, with room for results.
+func newAdmission(results int) Admission {
+	r := new(room)
+	adm := Admission{Allowed: true, Results: r.results[:0], leases: r.leases[:0], room: r}
+	if results > len(r.results) {
+		adm.Results = make([]Result, 0, results)
+	}
+	return adm
+}
+
+// take adds a lease, which it returns.
+func (a *Admission) take(key stateKey, id uint64, length time.Duration) *lease {
+	var l *lease
+	if len(a.leases) == 0 && a.room != nil {
+		l = &a.room.lease
+	} else {
+		l = new(lease)
+	}
+	l.key, l.id, l.length = key, id, length
+	a.leases = append(a.leases, l)
+	return l
 }
 
 // Store decides asks. Its implementations, Redis and Memory, agree exactly.

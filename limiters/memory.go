@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/binary"
 	"math"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -56,15 +57,11 @@ type bucket struct {
 
 // slots is what Redis keeps as a sorted set.
 type slots struct {
-	leases  map[uint64]slot // by id
-	first   int64           // us; no lease ends before it
-	expires int64           // ms; after it there are none
-}
+	leases  []*lease // in no order; each knows its index
+	first   int64    // us; no lease ends before it
+	expires int64    // ms; after it there are none
 
-// slot is a member of the set.
-type slot struct {
-	end    int64 // us
-	length int64 // us
+	one [1]*lease // room for most
 }
 
 // NewMemory returns a Memory that keeps at most maxBuckets buckets, or
@@ -106,25 +103,23 @@ func (m *Memory) Admit(_ context.Context, asks []Ask) (Admission, error) {
 }
 
 func (m *Memory) admitAt(now int64, asks []Ask) Admission {
-	adm := Admission{Allowed: true, Results: make([]Result, 0, total(asks))}
+	adm := newAdmission(total(asks))
 	for _, ask := range asks {
 		id := m.nextID.Add(1)
 		allowed := m.shard(ask.Identity).admit(now, ask, id, &adm)
 		adm.Allowed = adm.Allowed && allowed
 	}
 	if !adm.Allowed {
-		m.releaseAt(now, adm)
+		m.Release(adm)
 		adm.leases = nil
 	}
 	return adm
 }
 
 // Release implements Store.
-func (m *Memory) Release(adm Admission) { m.releaseAt(m.now(), adm) }
-
-func (m *Memory) releaseAt(now int64, adm Admission) {
+func (m *Memory) Release(adm Admission) {
 	for _, l := range adm.leases {
-		m.shard(l.key.identity).release(now, l.key, l.id)
+		m.shard(l.key.identity).release(l)
 	}
 }
 
@@ -166,7 +161,10 @@ func (s *memoryShard) admit(now int64, ask Ask, id uint64, adm *Admission) bool 
 	defer s.mu.Unlock()
 
 	type state struct {
+		key          stateKey
+		set          *slots
 		level, clock int64
+		known        bool // there was a bucket
 		fits, behind bool
 	}
 	var few [4]state
@@ -175,22 +173,22 @@ func (s *memoryShard) admit(now int64, ask Ask, id uint64, adm *Admission) bool 
 
 	for _, c := range ask.Checks {
 		l := c.Limit
-		key := l.stateKey(ask.Identity)
-		var st state
+		st := state{key: l.stateKey(ask.Identity)}
 		if l.Kind == Rate {
 			st.clock = now / l.tick.Microseconds()
 			st.level = l.capacityUnits()
-			if b, ok := s.bucket(now, key); ok {
+			var b bucket
+			if b, st.known = s.bucket(now, st.key); st.known {
 				st.behind = st.clock < b.at
 				st.level = l.refill(b.level, st.clock-b.at)
 			}
 			st.fits = st.level >= l.costUnits()
 		} else {
-			set := s.leases(now, key)
-			st.level = set.live(now)
+			st.set = s.leases(now, st.key)
+			st.level = st.set.live(now)
 			st.fits = st.level < l.Capacity
 			if !st.fits {
-				set.cutBack(now, l.Lease.Microseconds())
+				st.set.cutBack(now, l.Lease.Microseconds())
 			}
 		}
 		if !st.fits && !c.Dark {
@@ -201,19 +199,23 @@ func (s *memoryShard) admit(now int64, ask Ask, id uint64, adm *Admission) bool 
 
 	for i, c := range ask.Checks {
 		l, st := c.Limit, &states[i]
-		key := l.stateKey(ask.Identity)
 		take := allowed && st.fits
 		if l.Kind == Rate {
 			if take {
 				st.level -= l.costUnits()
 			}
 			if take || st.behind {
-				s.put(now, key, bucket{st.level, st.clock, now/1000 + l.ttl(st.level)})
+				if !st.known {
+					s.makeRoom(now)
+				}
+				s.buckets[st.key] = bucket{st.level, st.clock, now/1000 + l.ttl(st.level)}
 			}
 		} else if take {
-			s.renewLocked(now, key, l.Lease.Microseconds(), id)
-			s.slots[key].purge(now)
-			adm.leases = append(adm.leases, &lease{key: key, id: id, length: l.Lease})
+			if st.set == nil {
+				st.set = s.newLeases(st.key)
+			}
+			st.set.renew(now, adm.take(st.key, id, l.Lease))
+			st.set.purge(now)
 			st.level++
 		}
 
@@ -230,23 +232,23 @@ func (s *memoryShard) admit(now int64, ask Ask, id uint64, adm *Admission) bool 
 	return allowed
 }
 
-// put stores a bucket; mu must be held. When the shard is full it forgets a
-// few others: those that are full again, and if there are none, one at random.
-func (s *memoryShard) put(now int64, key stateKey, b bucket) {
-	if _, ok := s.buckets[key]; !ok && len(s.buckets) >= s.maxBuckets {
-		look := min(16, len(s.buckets))
-		n, freed := 0, false
-		for k, old := range s.buckets {
-			if n++; now/1000 > old.expires || (n == look && !freed) {
-				delete(s.buckets, k)
-				freed = true
-			}
-			if n == look {
-				break
-			}
+// makeRoom makes room for a bucket; mu must be held. When the shard is full it
+// forgets a few: those that are full again, and if there are none, one at random.
+func (s *memoryShard) makeRoom(now int64) {
+	if len(s.buckets) < s.maxBuckets {
+		return
+	}
+	look := min(16, len(s.buckets))
+	n, freed := 0, false
+	for k, old := range s.buckets {
+		if n++; now/1000 > old.expires || (n == look && !freed) {
+			delete(s.buckets, k)
+			freed = true
+		}
+		if n == look {
+			return
 		}
 	}
-	s.buckets[key] = b
 }
 
 // sweep forgets buckets that are full again; mu must be held. As Redis does, it
@@ -290,33 +292,32 @@ func (s *memoryShard) leases(now int64, key stateKey) *slots {
 	return set
 }
 
+// newLeases makes the set of a key that has none; mu must be held.
+func (s *memoryShard) newLeases(key stateKey) *slots {
+	set := &slots{first: math.MaxInt64}
+	set.leases = set.one[:0]
+	s.slots[key] = set
+	return set
+}
+
 // release is ZREM.
-func (s *memoryShard) release(now int64, key stateKey, ids ...uint64) {
+func (s *memoryShard) release(l *lease) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	set := s.leases(now, key)
-	if set == nil {
-		return
-	}
-	for _, id := range ids {
-		delete(set.leases, id)
+	if l.set.has(l) {
+		l.set.remove(l)
 	}
 }
 
 // renew is the script renew.lua.
-func (s *memoryShard) renew(now int64, key stateKey, length int64, ids ...uint64) {
+func (s *memoryShard) renew(now int64, l *lease) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.renewLocked(now, key, length, ids...)
-}
-
-func (s *memoryShard) renewLocked(now int64, key stateKey, length int64, ids ...uint64) {
-	set := s.leases(now, key)
+	set := s.leases(now, l.key)
 	if set == nil {
-		set = &slots{leases: map[uint64]slot{}, first: math.MaxInt64}
-		s.slots[key] = set
+		set = s.newLeases(l.key)
 	}
-	set.renew(now, length, ids...)
+	set.renew(now, l)
 }
 
 // upkeep renews every lease of the shard and forgets what is as if it were not
@@ -331,10 +332,24 @@ func (s *memoryShard) upkeep(now int64) {
 			continue
 		}
 		set.first = math.MaxInt64
-		for id, l := range set.leases {
-			set.renew(now, l.length, id)
+		for _, l := range set.leases {
+			set.renew(now, l)
 		}
 	}
+}
+
+// has reports whether a lease is in the set.
+func (s *slots) has(l *lease) bool {
+	return s != nil && l.index < len(s.leases) && s.leases[l.index] == l
+}
+
+// remove takes a lease out, which is in the set.
+func (s *slots) remove(l *lease) {
+	last := len(s.leases) - 1
+	s.leases[l.index] = s.leases[last]
+	s.leases[l.index].index = l.index
+	s.leases[last] = nil
+	s.leases = s.leases[:last]
 }
 
 // live counts the leases that have not ended.
@@ -360,31 +375,32 @@ func (s *slots) purge(now int64) {
 		return
 	}
 	s.first = math.MaxInt64
-	for id, l := range s.leases {
+	for _, l := range slices.Backward(s.leases) { // what moves is behind us
 		if l.end < now {
-			delete(s.leases, id)
+			s.remove(l)
 			continue
 		}
 		s.first = min(s.first, l.end)
 	}
 }
 
-// renew lets leases end one length from now.
-func (s *slots) renew(now, length int64, ids ...uint64) {
-	for _, id := range ids {
-		s.leases[id] = slot{now + length, length}
+// renew lets a lease end one length from now, and adds it if it is not there.
+func (s *slots) renew(now int64, l *lease) {
+	if !s.has(l) {
+		l.set, l.index = s, len(s.leases)
+		s.leases = append(s.leases, l)
 	}
-	s.first = min(s.first, now+length)
+	l.end = now + l.length.Microseconds()
+	s.first = min(s.first, l.end)
 	s.expires = now/1000 + MaxLease.Milliseconds() + 2
 }
 
 // cutBack shortens leases that end later than they could, were the clock not
 // set back, and later than one of length would.
 func (s *slots) cutBack(now, length int64) {
-	for id, l := range s.leases {
-		if l.end > now+max(length, l.length) {
-			l.end = now + l.length
-			s.leases[id] = l
+	for _, l := range s.leases {
+		if own := l.length.Microseconds(); l.end > now+max(length, own) {
+			l.end = now + own
 			s.first = min(s.first, l.end)
 		}
 	}

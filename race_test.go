@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build race
+
+package striperatelimit
+
+// raceEnabled tells tests that count allocations to stand back.
+const raceEnabled = true

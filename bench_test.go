@@ -43,7 +43,7 @@ func runningHandler(b testing.TB, bucket *RateLimit) *Handler {
 	if h.attached, err = h.attach(); err != nil {
 		b.Fatal(err)
 	}
-	b.Cleanup(func() { _ = h.Cleanup() })
+	b.Cleanup(func() { _, _ = h.Cleanup(), app.Cleanup() })
 	if err := (started{app}).Handle(ctx, caddy.Event{}); err != nil {
 		b.Fatal(err)
 	}

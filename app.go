@@ -15,6 +15,7 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyevents"
+	"github.com/caddyserver/certmagic"
 	"go.uber.org/zap"
 
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
@@ -45,6 +46,9 @@ type App struct {
 	hasher   *hasher
 	storeKey string                 // equal for equal stores, in the pool of stores
 	options  *limiters.RedisOptions // nil: memory
+	place    string                 // equal for stores that hold the same data
+	secret   string                 // of the hasher, if others share it
+	storage  certmagic.Storage
 
 	mu       sync.Mutex                  // guards below, while handlers are provisioned
 	declared map[string][]*declaredLimit // by pool
@@ -71,6 +75,7 @@ func (a *App) Provision(ctx caddy.Context) error {
 		return err
 	}
 	a.logger = ctx.Logger()
+	a.storage = ctx.Storage()
 	a.declared = map[string][]*declaredLimit{}
 	a.shedders = map[string]*shedders{}
 	if err := a.validateConfig(); err != nil {
@@ -110,7 +115,7 @@ func (a *App) provisionStore(secret string) error {
 		if a.Redis != nil {
 			a.logger.Warn("redis has no address, so each process limits by its own memory; is an environment variable unset?")
 		}
-		a.storeKey = "memory"
+		a.storeKey, a.place = "memory", "memory"
 		a.hasher = newHasher(processSecret())
 		if secret != "" {
 			a.hasher = newHasher([]byte(secret))
@@ -121,7 +126,7 @@ func (a *App) provisionStore(secret string) error {
 		a.logger.Warn("redis is used without key_secret: whoever can read Redis can find out which API keys and addresses were seen; set key_secret to the same secret on every instance")
 		secret = knownSecret
 	}
-	a.hasher = newHasher([]byte(secret))
+	a.hasher, a.secret = newHasher([]byte(secret)), secret
 	universal, err := config.universal()
 	if err != nil {
 		return err
@@ -133,6 +138,7 @@ func (a *App) provisionStore(secret string) error {
 	}
 	key, err := config.key()
 	a.storeKey = "redis " + key
+	a.place = fmt.Sprintf("redis %q %q %d %q", universal.Addrs, universal.MasterName, universal.DB, config.KeyPrefix)
 	return err
 }
 
@@ -141,6 +147,7 @@ func (a *App) newStore() (caddy.Destructor, error) {
 	s := &store{denials: limiters.NewDenials(), kind: "memory"}
 	if a.options == nil {
 		s.Store = limiters.NewMemory(0)
+		s.control = newController(nil, s.denials, a.place, "", a.storage)
 		return s, nil
 	}
 	s.kind, s.timeout = "redis", a.options.Timeout
@@ -153,7 +160,9 @@ func (a *App) newStore() (caddy.Destructor, error) {
 	s.count = newStoreObserver()
 	options := *a.options
 	options.Observe = s.observe
-	s.Store = limiters.NewRedis(options)
+	redis := limiters.NewRedis(options)
+	s.Store = redis
+	s.control = newController(redis, s.denials, a.place, a.secret, a.storage)
 	return s, nil
 }
 
@@ -276,6 +285,7 @@ func (a *App) putInForce(other *App) error {
 		words := append(summary(declared, a.options != nil), config.summary()...)
 		a.logger.Info("limits in force", zap.String("pool", name), zap.String("limits", strings.Join(words, "; ")))
 	}
+	a.startControl(other)
 	return nil
 }
 

@@ -26,10 +26,11 @@ var arrows = []struct {
 }{
 	// The root knows go-redis for its options alone: a copy of them in limiters
 	// would be a second one of what RedisConfig says already.
-	{".", []string{"limiters", "shedding", "internal/replay", "github.com/caddyserver", "github.com/prometheus", "github.com/redis/go-redis/v9", "github.com/spf13/cobra", "go.uber.org/zap"}, true},
+	{".", []string{"limiters", "shedding", "control", "internal/replay", "github.com/caddyserver", "github.com/prometheus", "github.com/redis/go-redis/v9", "github.com/spf13/cobra", "go.uber.org/zap"}, true},
 	{"cmd/*", []string{".", "github.com/caddyserver"}, true},
 	{"limiters", []string{"lua", "github.com/redis/go-redis/v9"}, false},
 	{"shedding", nil, false},
+	{"control", nil, false},
 	{"lua", nil, false},
 	{"internal/replay", []string{"limiters", "shedding"}, false},
 	{"internal/*", []string{"internal", "github.com/redis/go-redis/v9"}, true}, // harnesses: only tests import them
@@ -128,6 +129,7 @@ func TestBrokenArrow(t *testing.T) {
 		{"the limiters may not import the shedders", "limiters", modulePath + "/shedding", true},
 		{"the shedders may not import the limiters", "shedding", modulePath + "/limiters", true},
 		{"the shedders may not import Redis", "shedding", "github.com/redis/go-redis/v9", true},
+		{"control may not import the limiters", "control", modulePath + "/limiters", true},
 		{"lua may not look up", "lua", modulePath + "/limiters", true},
 		{"a replay may import the limiters", "internal/replay", modulePath + "/limiters", false},
 		{"a replay may not import the root", "internal/replay", modulePath, true},

@@ -17,6 +17,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
 
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/control"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
@@ -32,26 +33,16 @@ type keyGroup struct {
 type handlerLimit struct {
 	numbers *limitNumbers // of this config
 	match   caddyhttp.MatcherSets
-	modes   [2]*Mode // the handler's and the limit's
+	mode    control.Mode // the weaker of the handler's and the limit's
 }
 
 // endpoint reports whether the limit is for some requests only.
 func (l *handlerLimit) endpoint() bool { return len(l.match) > 0 }
 
-// strength is that of the weakest mode.
-func (l *handlerLimit) strength() float64 {
-	return min(l.modes[0].strength(), l.modes[1].strength())
-}
-
-// dark reports whether the limit, which is not off, only counts for an identity.
-func (l *handlerLimit) dark(id limiters.Identity) bool {
-	return l.modes[0].dark(id) || l.modes[1].dark(id)
-}
-
-// dark reports whether what has the mode, which is not off, only counts for an
+// isDark reports whether what has a mode, which is not off, only counts for an
 // identity.
-func (m *Mode) dark(id limiters.Identity) bool {
-	return m != nil && (m.State == "dark" || m.Percent != nil && *m.Percent < 100 && !inShare(id, *m.Percent))
+func isDark(mode control.Mode, id limiters.Identity) bool {
+	return mode < control.Enforce && !inShare(id, mode.Percent())
 }
 
 // provisionLimits makes the limits and groups them by identity. The first group
@@ -90,7 +81,7 @@ func (h *Handler) provisionLimit(ctx caddy.Context, l *limiters.Limit, config an
 	if err != nil {
 		return err
 	}
-	hl := handlerLimit{numbers: &limitNumbers{l, newLimitWords(l)}, modes: [2]*Mode{h.Mode, mode}}
+	hl := handlerLimit{numbers: &limitNumbers{l, newLimitWords(l)}, mode: min(h.Mode.level(), mode.level())}
 	loaded, err := ctx.LoadModule(config, "MatchRaw")
 	if err != nil {
 		return err
@@ -106,7 +97,7 @@ func (h *Handler) provisionLimit(ctx caddy.Context, l *limiters.Limit, config an
 	if g.byAddress() {
 		scope += fmt.Sprintf(" /%d", h.IPv6Prefix) // another one makes other identities
 	}
-	if err := h.app.declare(&declaredLimit{hl.numbers, scope, hl.strength()}); err != nil {
+	if err := h.app.declare(&declaredLimit{hl.numbers, scope, hl.mode.Strength()}); err != nil {
 		return err
 	}
 	g.limits = append(g.limits, len(h.limits))
@@ -191,6 +182,7 @@ func (h *Handler) decide(a *attachment, r *http.Request, repl *caddy.Replacer, v
 // applicable collects the limits that apply to a request.
 func (h *Handler) applicable(a *attachment, r *http.Request, repl *caddy.Replacer, key string, v *verdict) error {
 	v.limits = v.few[:0]
+	inForce := a.store.control.inForce()
 	for i, g := range h.groups {
 		id, source := g.sources.identify(r, repl, key, h.app.hasher, h.IPv6Prefix)
 		if i == 0 {
@@ -201,7 +193,11 @@ func (h *Handler) applicable(a *attachment, r *http.Request, repl *caddy.Replace
 		}
 		for _, n := range g.limits {
 			l := &h.limits[n]
-			if l.strength() == 0 {
+			mode := l.mode
+			if inForce != nil {
+				mode = min(mode, inForce.mode(h.Pool, l.numbers.limit.Kind.String(), l.numbers.limit.Name))
+			}
+			if mode == control.Off {
 				continue
 			}
 			if l.endpoint() {
@@ -213,7 +209,7 @@ func (h *Handler) applicable(a *attachment, r *http.Request, repl *caddy.Replace
 					continue
 				}
 			}
-			dark := l.dark(id)
+			dark := isDark(mode, id)
 			if id.IsZero() {
 				a.limits[n].metrics.noIdentity(dark)
 				continue
@@ -221,6 +217,9 @@ func (h *Handler) applicable(a *attachment, r *http.Request, repl *caddy.Replace
 			numbers := a.limits[n].current.Load()
 			if numbers == nil {
 				numbers = l.numbers
+			}
+			if inForce != nil {
+				numbers = inForce.numbers(numbers, id)
 			}
 			v.limits = append(v.limits, limitVerdict{
 				limitNumbers: numbers, index: int32(n), identity: id, source: source, endpoint: l.endpoint(), dark: dark,

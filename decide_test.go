@@ -16,6 +16,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/control"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
@@ -41,6 +42,11 @@ func (brokenStore) Admit(context.Context, []limiters.Ask) (limiters.Admission, e
 
 // onStore returns the handler on a store that is not of this world, ready to
 // serve.
+func newTestStore(s limiters.Store) *store {
+	denials := limiters.NewDenials()
+	return &store{Store: s, denials: denials, control: newController(nil, denials, "", "", nil), timeout: time.Hour}
+}
+
 func (h *Handler) onStore(t *testing.T, s limiters.Store) *Handler {
 	t.Helper()
 	ctx, cancel := caddy.NewContext(caddy.Context{Context: context.Background()})
@@ -57,7 +63,7 @@ func (h *Handler) onStore(t *testing.T, s limiters.Store) *Handler {
 	}
 	h.attached = &attachment{shared: &shared{
 		pool:  p.(*pool),
-		store: &store{Store: s, denials: limiters.NewDenials()},
+		store: newTestStore(s),
 	}}
 	h.attached.refs.Store(1)
 	for _, l := range h.limits {
@@ -138,7 +144,7 @@ func TestMode_Dark(t *testing.T) {
 		{"dark", &Mode{State: "dark"}, true, true, true},
 	}
 	for _, c := range cases {
-		got := [3]bool{c.mode.dark(in), c.mode.dark(out), c.mode.dark(none)}
+		got := [3]bool{isDark(c.mode.level(), in), isDark(c.mode.level(), out), isDark(c.mode.level(), none)}
 		if want := [3]bool{c.in, c.out, c.none}; got != want {
 			t.Errorf("%s: dark for an identity in the share, out of it, and without: got %v, want %v", c.name, got, want)
 		}
@@ -158,9 +164,9 @@ func TestClientGoesWhileTheFleetIsAsked(t *testing.T) {
 	f.Set(shedding.FleetSettings{Capacity: 1})
 
 	h := &Handler{Pool: testPool(t)}
-	a := &attachment{shared: &shared{store: &store{timeout: time.Hour}, fleet: &fleet{f}}}
+	a := &attachment{shared: &shared{store: newTestStore(nil), fleet: &fleet{f}}}
 	a.refs.Store(1)
-	modes := &shedderModes{fleet: &shedderMode{metrics: newShedderMetrics(h.Pool, "fleet")}, of: a.shared}
+	modes := &shedderModes{fleet: &shedderMode{mode: control.Enforce, metrics: newShedderMetrics(h.Pool, "fleet")}, of: a.shared}
 	r := httptest.NewRequest(http.MethodGet, "/", nil)
 	ctx, cancel := context.WithCancel(r.Context())
 	cancel()

@@ -4,10 +4,12 @@ package striperatelimit
 
 import (
 	"errors"
+	"slices"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/control"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
@@ -58,7 +60,7 @@ var (
 )
 
 // collectors are all that there are.
-var collectors = []prometheus.Collector{requestsTotal, decisionsTotal, storeErrorsTotal, storeDuration, utilizationUnknown, gauges}
+var collectors = []prometheus.Collector{requestsTotal, decisionsTotal, storeErrorsTotal, storeDuration, utilizationUnknown, switchChangesTotal, gauges}
 
 func counterOpts(name, help string) prometheus.CounterOpts {
 	return prometheus.CounterOpts{Namespace: metricsNamespace, Subsystem: metricsSubsystem, Name: name, Help: help}
@@ -165,7 +167,7 @@ func (m *limitMetrics) noIdentity(dark bool) {
 // resolves what it counts, as the others do.
 func newStoreObserver() func(operation string, took time.Duration, err error) {
 	durations := make(map[string]prometheus.Observer)
-	for _, operation := range []string{"admit", "release", "renew", "fleet_sync"} {
+	for _, operation := range []string{"admit", "release", "renew", "fleet_sync", "control", "inspect", "reset"} {
 		durations[operation] = storeDuration.WithLabelValues(operation)
 		for _, reason := range []string{
 			"timeout", "connection", "late", "loading", "readonly", "oom", "auth",
@@ -189,8 +191,9 @@ func newStoreObserver() func(operation string, took time.Duration, err error) {
 // gaugeSnapshot is the state that the gauges show. Two entries of one name are
 // allowed: in-flight requests are added up, and the strongest mode is shown.
 type gaugeSnapshot struct {
-	store string // memory, redis, redis_cluster or redis_sentinel; empty: none yet
-	pools []poolGauges
+	store   string // memory, redis, redis_cluster or redis_sentinel; empty: none yet
+	control *controlGauge
+	pools   []poolGauges
 }
 
 type poolGauges struct {
@@ -212,18 +215,21 @@ type limitGauge struct {
 // strength orders modes: 0 off, 1 dark, 1 to 2 enforced for part of the
 // identities, 2 enforced. The effective mode of several is their minimum. No
 // mode is the default, enforced.
-func (m *Mode) strength() float64 {
+func (m *Mode) strength() float64 { return m.level().Strength() }
+
+// level is the mode as it is compared with others.
+func (m *Mode) level() control.Mode {
 	switch {
 	case m == nil:
-		return 2
+		return control.Enforce
 	case m.State == "off":
-		return 0
+		return control.Off
 	case m.State == "dark":
-		return 1
+		return control.Dark
 	case m.Percent != nil:
-		return 1 + float64(*m.Percent)/100
+		return control.EnforcePercent(*m.Percent)
 	}
-	return 2
+	return control.Enforce
 }
 
 // gauges reads the state when it is scraped, so that pools and limits that are
@@ -237,7 +243,7 @@ func (*gaugeCollector) Describe(ch chan<- *prometheus.Desc) {
 	ch <- limitMode
 	ch <- storeInfo
 	ch <- inFlight
-	for _, desc := range shedderGauges {
+	for _, desc := range slices.Concat(shedderGauges, controlGauges) {
 		ch <- desc
 	}
 }
@@ -270,6 +276,9 @@ func (c *gaugeCollector) Collect(ch chan<- prometheus.Metric) {
 	}
 	if snapshot.store != "" {
 		send(storeInfo, 1, snapshot.store)
+	}
+	if snapshot.control != nil {
+		collectControl(snapshot.control, send)
 	}
 	for pool, n := range running {
 		send(inFlight, float64(n[0]), pool, "critical")

@@ -95,7 +95,7 @@ func TestMetrics_Lint(t *testing.T) {
 	newStoreObserver()("admit", time.Millisecond, nil)
 	utilizationUnknown.WithLabelValues(pool).Inc()
 	t.Cleanup(func() { utilizationUnknown.DeleteLabelValues(pool) })
-	setGauges(t, gaugeSnapshot{store: "redis", pools: []poolGauges{{
+	setGauges(t, gaugeSnapshot{store: "redis", control: new(controlGauge), pools: []poolGauges{{
 		pool: pool, critical: 1,
 		limits:  []limitGauge{{kind: "rate", name: "rate", source: "config", strength: 2}},
 		workers: &shedding.WorkersStatus{Utilization: math.NaN()},
@@ -125,12 +125,16 @@ func TestMetrics_Lint(t *testing.T) {
 		"caddy_stripe_ratelimit_fleet_in_flight",
 		"caddy_stripe_ratelimit_fleet_instances",
 		"caddy_stripe_ratelimit_in_flight",
+		"caddy_stripe_ratelimit_instances",
 		"caddy_stripe_ratelimit_limit_mode",
+		"caddy_stripe_ratelimit_overrides",
 		"caddy_stripe_ratelimit_requests_total",
 		"caddy_stripe_ratelimit_shed_probability",
 		"caddy_stripe_ratelimit_store_duration_seconds",
 		"caddy_stripe_ratelimit_store_errors_total",
 		"caddy_stripe_ratelimit_store_info",
+		"caddy_stripe_ratelimit_switch_changes_total",
+		"caddy_stripe_ratelimit_switches",
 		"caddy_stripe_ratelimit_worker_shed_level",
 		"caddy_stripe_ratelimit_worker_utilization",
 		"caddy_stripe_ratelimit_worker_utilization_unknown_total",
@@ -299,8 +303,8 @@ func TestStoreObserver(t *testing.T) {
 	observe("new_operation", time.Millisecond, io.EOF)
 
 	got := series(t, reg, "store_errors_total", "")
-	if len(got) != 4*14+1 {
-		t.Errorf("store_errors_total: got %d series, want 14 reasons of 4 operations and 1", len(got))
+	if len(got) != 7*14+1 {
+		t.Errorf("store_errors_total: got %d series, want 14 reasons of 7 operations and 1", len(got))
 	}
 	want := map[string]float64{
 		"operation=admit reason=timeout":            1,

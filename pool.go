@@ -135,6 +135,7 @@ func (s *shared) commit(declared []*declaredLimit) {
 type store struct {
 	limiters.Store
 	denials *limiters.Denials
+	control *controller
 	kind    string // memory, redis, redis_cluster or redis_sentinel
 	count   func(operation string, took time.Duration, err error)
 	timeout time.Duration // of all store work that one request waits for
@@ -143,7 +144,10 @@ type store struct {
 
 // Destruct implements caddy.Destructor. It comes with the last reference, so
 // nobody is left who would take or release.
-func (s *store) Destruct() error { return s.Close() }
+func (s *store) Destruct() error {
+	s.control.close()
+	return s.Close()
+}
 
 // observe counts an operation of the store and logs when it failed.
 func (s *store) observe(operation string, took time.Duration, err error) {
@@ -310,10 +314,12 @@ func (h *Handler) attach() (*attachment, error) {
 // snapshot is what the gauges show.
 func snapshot() gaugeSnapshot {
 	var s gaugeSnapshot
+	var inForce *inForce
 	stores.Range(func(key, value any) bool {
 		// During a reload there may be two: the running config's is shown.
 		if s.store == "" || key == runningStore.Load() {
-			s.store = value.(*store).kind
+			st := value.(*store)
+			s.store, s.control, inForce = st.kind, st.control.gauge(), st.control.inForce()
 		}
 		return true
 	})
@@ -333,6 +339,12 @@ func snapshot() gaugeSnapshot {
 				status := modes.of.fleet.Status()
 				g.fleet = &status
 				limits = append(limits, modes.fleet.gauge("fleet"))
+			}
+		}
+		for i := range limits {
+			l := &limits[i]
+			if mode := inForce.mode(p.name, l.kind, l.name).Strength(); mode < l.strength {
+				l.strength, l.source = mode, "switch"
 			}
 		}
 		g.limits = limits

@@ -16,6 +16,7 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/control"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
 
@@ -291,9 +292,17 @@ type shedderModes struct {
 
 // shedderMode is how one shedder is applied.
 type shedderMode struct {
-	mode     *Mode
+	mode     control.Mode
 	strength float64 // with the handlers' modes, for the gauges
 	metrics  *shedderMetrics
+}
+
+// modeOf is how a handler applies the shedder; off if there is none.
+func (m *shedderMode) modeOf(h *Handler, inForce *inForce, kind string) control.Mode {
+	if m == nil {
+		return control.Off
+	}
+	return min(m.mode, h.Mode.level(), inForce.mode(h.Pool, kind, kind))
 }
 
 func (m *shedderMode) gauge(kind string) limitGauge {
@@ -317,7 +326,7 @@ func (s *shared) commitShedders(config *shedders) error {
 			}
 		}
 		s.pool.workers.Set(settings)
-		modes.workers = &shedderMode{w.Mode, config.strength(w.Mode), newShedderMetrics(s.pool.name, "workers")}
+		modes.workers = &shedderMode{w.Mode.level(), config.strength(w.Mode), newShedderMetrics(s.pool.name, "workers")}
 	} else if old := s.pool.shedders.Load(); old != nil && old.workers != nil {
 		// Nobody asks them, but they may be configured again. Their source is gone
 		// with its config, so they recover as if idle.
@@ -330,7 +339,7 @@ func (s *shared) commitShedders(config *shedders) error {
 		settings := f.settings(config.workers)
 		settings.Timeout = s.store.timeout
 		s.fleet.Set(settings)
-		modes.fleet, modes.of = &shedderMode{f.Mode, config.strength(f.Mode), newShedderMetrics(s.pool.name, "fleet")}, s
+		modes.fleet, modes.of = &shedderMode{f.Mode.level(), config.strength(f.Mode), newShedderMetrics(s.pool.name, "fleet")}, s
 	}
 	s.pool.shedders.Store(modes)
 	return nil
@@ -341,24 +350,25 @@ func (s *shared) commitShedders(config *shedders) error {
 // the time for all store work of the request is over.
 func (h *Handler) shed(a *attachment, modes *shedderModes, ctx *context.Context, r *http.Request, v *verdict, t *taken) (shed bool, cancel context.CancelFunc) {
 	cancel = func() {}
-	if w := modes.workers; w != nil && min(h.Mode.strength(), w.mode.strength()) > 0 {
-		dark := h.Mode.dark(v.identity) || w.mode.dark(v.identity)
+	inForce := a.store.control.inForce()
+	if mode := modes.workers.modeOf(h, inForce, "workers"); mode > control.Off {
+		w, dark := modes.workers, isDark(mode, v.identity)
 		would := a.pool.workers.Shed(v.criticality, rand.Float64())
 		w.metrics.decision(dark, would)
 		if would && v.shed(a, "workers", dark) {
 			return true, cancel
 		}
 	}
-	f := modes.fleet
+	f, mode := modes.fleet, modes.fleet.modeOf(h, inForce, "fleet")
 	// What upgrades its connection may last for days: it holds no slot.
-	if f == nil || isUpgrade(r) || min(h.Mode.strength(), f.mode.strength()) == 0 {
+	if mode == control.Off || isUpgrade(r) {
 		return false, cancel
 	}
 	if !modes.of.acquire() { // the last config with the fleet has just gone
 		return false, cancel
 	}
 	t.of = modes.of
-	dark := h.Mode.dark(v.identity) || f.mode.dark(v.identity)
+	dark := isDark(mode, v.identity)
 	got := t.of.fleet.TryAcquire(v.criticality)
 	var err error
 	if !got {

@@ -275,6 +275,14 @@ type Store interface {
 	// network and never fails: what cannot be sent now is sent later.
 	Release(Admission)
 
+	// Inspect returns what the store holds of an identity, for each of the limits.
+	// It takes nothing and changes nothing.
+	Inspect(ctx context.Context, id Identity, limits []*Limit) ([]Inspection, error)
+
+	// Reset drops what the store holds of an identity: buckets are full and no
+	// lease is taken. Denials remember; see ForgetIdentity.
+	Reset(ctx context.Context, id Identity, limits []*Limit) error
+
 	// Close ends background work after flushing releases that are still
 	// unsent, and closes connections.
 	Close() error

@@ -105,7 +105,7 @@ func (m *Memory) Admit(_ context.Context, asks []Ask) (Admission, error) {
 func (m *Memory) admitAt(now int64, asks []Ask) Admission {
 	adm := newAdmission(total(asks))
 	for _, ask := range asks {
-		id := m.nextID.Add(1)
+		id := leaseID(time.UnixMicro(now), 0, m.nextID.Add(1))
 		allowed := m.shard(ask.Identity).admit(now, ask, id, &adm)
 		adm.Allowed = adm.Allowed && allowed
 	}

@@ -59,6 +59,7 @@ type Redis struct {
 	observe  func(string, time.Duration, error)
 
 	nextID atomic.Uint64
+	ahead  atomic.Int64 // ns by which the server's clock is ahead of ours; 0 if not known
 	leases *leaseTable
 
 	base   time.Time
@@ -192,7 +193,7 @@ func (r *Redis) admitCall(now time.Time, ask Ask) admitCall {
 	c := admitCall{
 		scriptCall: newScriptCall(&admitScript, len(ask.Checks), 2+5*len(ask.Checks)),
 		ask:        ask,
-		id:         r.nextID.Add(1),
+		id:         leaseID(now, time.Duration(r.ahead.Load()), r.nextID.Add(1)),
 	}
 	buckets := 0
 	for _, check := range ask.Checks {

@@ -1,0 +1,330 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package striperatelimit
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/control"
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
+)
+
+// errNotRunning is returned where there is nothing to operate.
+var errNotRunning = errors.New("the running config limits nothing; add stripe_ratelimit to a site and reload")
+
+// operator acts on what the running config limits by: it is what the admin API
+// is made of. Release it with leave.
+type operator struct {
+	*shared // one of the config's pools, for the store
+	app     *App
+}
+
+// operate returns the operator of the running config.
+func operate() (*operator, error) {
+	startedApps.Lock() // so that it does not end meanwhile
+	defer startedApps.Unlock()
+	if n := len(startedApps.apps); n > 0 {
+		app := startedApps.apps[n-1]
+		for _, s := range app.running {
+			if s.acquire() {
+				return &operator{s, app}, nil
+			}
+		}
+	}
+	return nil, errNotRunning
+}
+
+// controller returns that of the config's store, nil if it limits nothing.
+func (a *App) controller() *controller {
+	if a != nil {
+		for _, s := range a.running {
+			return s.store.control // all have the same
+		}
+	}
+	return nil
+}
+
+// startControl lets the switches of the app's store follow those of the fleet.
+// Those of this instance move there from the store of the other config.
+func (a *App) startControl(other *App) {
+	c, old := a.controller(), other.controller()
+	if c == nil {
+		return
+	}
+	if old != nil && old != c {
+		c.takeOver(old)
+	}
+	c.start(a.storage)
+}
+
+// applied is what became of a change that is in force on this instance.
+type applied struct {
+	// Pending says why the others do not know it yet: it will be written as soon
+	// as that is over. Nil if they do.
+	Pending error
+}
+
+// view returns what is in force.
+func (o *operator) view() *control.View {
+	c := o.store.control
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.view
+}
+
+// status tells how the instance stands with the others.
+func (o *operator) status() (instance string, instances int64, down error) {
+	c := o.store.control
+	if c.redis != nil {
+		instance = c.redis.Instance()
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return instance, c.instances.Load(), c.down
+}
+
+// setSwitch sets a switch for ttl; Since and Until are filled in. It waits for
+// the store until ctx ends at most.
+func (o *operator) setSwitch(ctx context.Context, s control.Switch, ttl time.Duration) (applied, error) {
+	if (s.Kind == "fleet" || s.Kind == "workers") && s.Limit == s.Kind {
+		s.Limit = "" // there is one
+	}
+	if err := o.known(s.Target); err != nil {
+		return applied{}, err
+	}
+	return o.change(ctx, false, control.Change{Set: &s, TTL: ttl})
+}
+
+// clearSwitch clears the switch of exactly this target. control.IsNothing tells
+// that there is none.
+func (o *operator) clearSwitch(ctx context.Context, target control.Target, scope control.Scope) (applied, error) {
+	if (target.Kind == "fleet" || target.Kind == "workers") && target.Limit == target.Kind {
+		target.Limit = ""
+	}
+	return o.change(ctx, scope == control.Instance, control.Change{Clear: &target})
+}
+
+// clearSwitches clears every switch of a scope.
+func (o *operator) clearSwitches(ctx context.Context, scope control.Scope) (applied, error) {
+	return o.change(ctx, scope == control.Instance, control.Change{ClearAll: true})
+}
+
+// setOverride sets an override for ttl; Since and Until are filled in. The limit
+// must be able to have the numbers.
+func (o *operator) setOverride(ctx context.Context, n control.Override, ttl time.Duration) (applied, error) {
+	n.Since = time.Now()
+	n.Until = n.Since.Add(min(max(ttl, control.MinTTL), control.MaxTTL)) // change has the last word
+	if err := n.Validate(); err != nil {
+		return applied{}, err
+	}
+	l, err := o.limit(n.Target)
+	if err != nil {
+		return applied{}, err
+	}
+	if _, err := overridden(l, &n); err != nil {
+		return applied{}, err
+	}
+	return o.change(ctx, false, control.Change{Override: &n, TTL: ttl})
+}
+
+// clearOverride clears the override of an identity in one limit.
+// control.IsNothing tells that there is none.
+func (o *operator) clearOverride(ctx context.Context, target control.Target, id limiters.Identity) (applied, error) {
+	return o.change(ctx, false, control.Change{Drop: &control.Dropped{Target: target, Identity: id.String()}})
+}
+
+func (o *operator) change(ctx context.Context, local bool, c control.Change) (applied, error) {
+	pending, err := o.store.control.change(ctx, local, c)
+	return applied{pending}, err
+}
+
+// identityOf returns the identity that requests with these values of a key source
+// have: ("api_key", key), ("client_ip", address), or a text with placeholders and
+// the value of each.
+func (o *operator) identityOf(source string, values ...string) (limiters.Identity, error) {
+	sources, err := parseSources([]string{source})
+	if err != nil {
+		return limiters.Identity{}, err
+	}
+	if want := max(1, len(sources[0].placeholders)); len(values) != want || slices.Contains(values, "") {
+		return limiters.Identity{}, fmt.Errorf("key source '%s' takes %d values, none of them empty", source, want)
+	}
+	return o.app.hasher.identity(sources[0].word, values...), nil
+}
+
+// inspected is what is known of an identity and a limit.
+type inspected struct {
+	limiters.Inspection                   // of the limit in force for the identity
+	Mode                control.Mode      // that switches demand
+	Override            *control.Override // nil: none
+}
+
+// inspect returns what the store holds of an identity, by all limits of a pool,
+// or of all pools if it has no name. It consumes nothing.
+func (o *operator) inspect(ctx context.Context, pool string, id limiters.Identity) ([]inspected, error) {
+	numbers, err := o.limits(pool)
+	if err != nil {
+		return nil, err
+	}
+	inForce := o.store.control.inForce()
+	all := make([]inspected, len(numbers))
+	limits := make([]*limiters.Limit, len(numbers))
+	for i, n := range numbers {
+		limits[i] = inForce.numbers(n, id).limit
+		all[i].Mode = inForce.mode(n.limit.Pool, n.limit.Kind.String(), n.limit.Name)
+		if inForce == nil {
+			continue
+		}
+		for _, v := range inForce.overrides[id] {
+			if v.is(n.limit) {
+				all[i].Override = &v.Override
+			}
+		}
+	}
+	inspections, err := o.store.Inspect(ctx, id, limits)
+	for i := range inspections {
+		all[i].Inspection = inspections[i]
+	}
+	return all, err
+}
+
+// reset fills the buckets of an identity up, by all limits of a pool or of all
+// pools, and with leases frees its concurrency slots, too. Slots of requests that
+// still run are taken again when their leases are renewed.
+func (o *operator) reset(ctx context.Context, pool string, id limiters.Identity, leases bool, reason, actor string) (applied, error) {
+	numbers, err := o.limits(pool)
+	if err != nil {
+		return applied{}, err
+	}
+	var limits []*limiters.Limit
+	for _, n := range numbers {
+		if n.limit.Kind == limiters.Rate || leases {
+			limits = append(limits, n.limit)
+		}
+	}
+	if err := o.store.Reset(ctx, id, limits); err != nil {
+		return applied{}, err
+	}
+	o.store.control.logger.Info("identity reset", zap.String("pool", cmp.Or(pool, "*")), zap.Stringer("identity", id),
+		zap.Bool("leases", leases), zap.String("reason", reason), zap.String("actor", actor))
+	return o.change(ctx, false, control.Change{Reset: id.String()})
+}
+
+// limits returns the limits of a pool, or of all, in their order.
+func (o *operator) limits(name string) (numbers []*limitNumbers, err error) {
+	known := false
+	for _, p := range allPools() {
+		if name != "" && name != p.name {
+			continue
+		}
+		known = true
+		numbers = append(numbers, p.numbers()...)
+	}
+	if !known {
+		return nil, unknown("pool", name, poolNames())
+	}
+	return numbers, nil
+}
+
+// limit returns the limit of a target that names one.
+func (o *operator) limit(t control.Target) (*limiters.Limit, error) {
+	numbers, err := o.limits(t.Pool)
+	if err != nil {
+		return nil, err
+	}
+	var names []string
+	for _, n := range numbers {
+		if n.limit.Kind.String() == t.Kind {
+			if names = append(names, n.limit.Name); n.limit.Name == t.Limit {
+				return n.limit, nil
+			}
+		}
+	}
+	return nil, unknown(t.Kind+" limit", t.Limit, names)
+}
+
+// known returns an error if a target stands for nothing that this instance has: a
+// name that is mistyped in an incident must not go unnoticed.
+func (o *operator) known(t control.Target) error {
+	var names []string
+	for _, p := range allPools() {
+		for _, key := range p.targets() {
+			if t.Covers(p.name, key.Kind, key.Limit) {
+				return nil
+			}
+			names = append(names, key.String())
+		}
+	}
+	return unknown("target", t.String(), names)
+}
+
+func unknown(what, name string, names []string) error {
+	if len(names) == 0 {
+		return fmt.Errorf("there is no %s '%s'; there are none at all", what, name)
+	}
+	const most = 20
+	list := strings.Join(names[:min(len(names), most)], ", ")
+	if len(names) > most {
+		list += ", …"
+	}
+	return fmt.Errorf("there is no %s '%s'; there are %s", what, name, list)
+}
+
+// allPools returns the pools, by name.
+func allPools() []*pool {
+	var all []*pool
+	pools.Range(func(_, value any) bool {
+		all = append(all, value.(*pool))
+		return true
+	})
+	slices.SortFunc(all, func(a, b *pool) int { return cmp.Compare(a.name, b.name) })
+	return all
+}
+
+func poolNames() []string {
+	var names []string
+	for _, p := range allPools() {
+		names = append(names, p.name)
+	}
+	return names
+}
+
+// numbers returns the limits of the running config, rate before concurrency.
+func (p *pool) numbers() (numbers []*limitNumbers) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for key, l := range p.limits {
+		n := l.current.Load()
+		if n != nil && slices.ContainsFunc(p.shown, func(g limitGauge) bool { return g.name == key.name && g.kind == key.kind.String() }) {
+			numbers = append(numbers, n)
+		}
+	}
+	slices.SortFunc(numbers, func(a, b *limitNumbers) int {
+		return cmp.Or(cmp.Compare(a.limit.Kind, b.limit.Kind), cmp.Compare(a.limit.Name, b.limit.Name))
+	})
+	return numbers
+}
+
+// targets returns all that switches may be about in the pool.
+func (p *pool) targets() (targets []control.Target) {
+	for _, n := range p.numbers() {
+		targets = append(targets, control.Target{Pool: p.name, Kind: n.limit.Kind.String(), Limit: n.limit.Name})
+	}
+	if modes := p.shedders.Load(); modes != nil {
+		if modes.fleet != nil {
+			targets = append(targets, control.Target{Pool: p.name, Kind: "fleet"})
+		}
+		if modes.workers != nil {
+			targets = append(targets, control.Target{Pool: p.name, Kind: "workers"})
+		}
+	}
+	return targets
+}

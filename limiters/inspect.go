@@ -209,11 +209,11 @@ func (m *Memory) inspectAt(now int64, id Identity, limits []*Limit) []Inspection
 		} else {
 			var leases []LeaseInfo
 			if set := shard.leases(now, key); set != nil {
-				for id, slot := range set.leases {
-					if slot.end >= now {
+				for _, held := range set.leases {
+					if held.end >= now {
 						leases = append(leases, LeaseInfo{
-							Age:  leaseAge(now, id),
-							Ends: time.Duration(slot.end-now) * time.Microsecond,
+							Age:  leaseAge(now, held.id),
+							Ends: time.Duration(held.end-now) * time.Microsecond,
 						})
 					}
 				}
@@ -225,14 +225,14 @@ func (m *Memory) inspectAt(now int64, id Identity, limits []*Limit) []Inspection
 	return inspections
 }
 
-// Reset implements Store. It never fails.
+// Reset implements Store. It never fails. Leases stay: each is held by a request
+// of this very process that runs, and would be taken again.
 func (m *Memory) Reset(_ context.Context, id Identity, limits []*Limit) error {
 	shard := m.shard(id)
 	shard.mu.Lock()
 	defer shard.mu.Unlock()
 	for _, l := range limits {
 		delete(shard.buckets, l.stateKey(id))
-		delete(shard.slots, l.stateKey(id))
 	}
 	return nil
 }

@@ -279,8 +279,9 @@ type Store interface {
 	// It takes nothing and changes nothing.
 	Inspect(ctx context.Context, id Identity, limits []*Limit) ([]Inspection, error)
 
-	// Reset drops what the store holds of an identity: buckets are full and no
-	// lease is taken. Denials remember; see ForgetIdentity.
+	// Reset drops what the store holds of an identity: buckets are full, and
+	// leases free until requests that still run renew theirs. Denials remember;
+	// see ForgetIdentity.
 	Reset(ctx context.Context, id Identity, limits []*Limit) error
 
 	// Close ends background work after flushing releases that are still

@@ -16,21 +16,28 @@ help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  %-10s %s\n", $$1, $$2 }'
 
 .PHONY: check
-check: format tidy vet lint test ## What must pass before a commit; `bash .ci/run` is all that CI runs
+check: format tidy vet lint alerts test ## What must pass before a commit; `bash .ci/run` is all that CI runs
 
 .PHONY: test
-test: needs-redis ## Run every test once: race detector, random order, real Redis
+test: needs ## Run every test once: race detector, random order, real Redis and Prometheus
 	go test -race -shuffle=on -count=1 -timeout 15m ./...
 	go test -C benchmarks -count=1 ./...
 
 .PHONY: race
-race: needs-redis ## Run every test COUNT times (5), to find races and flaky tests
+race: needs ## Run every test COUNT times (5), to find races and flaky tests
 	go test -race -shuffle=on -count=$(COUNT) -timeout 60m ./...
 
 .PHONY: compat
 compat: ## Run the official clients against a running Caddy
 	tools/need.sh node npm
 	cd compat && npm ci --no-fund --no-audit && go test -shuffle=on -count=1 ./...
+
+.PHONY: alerts
+alerts: ## Check the Prometheus rules and run their unit tests
+	tools/need.sh prometheus
+	cd examples/prometheus && \
+		PATH=$(CURDIR)/bin:$$PATH promtool check rules rules.yml && \
+		PATH=$(CURDIR)/bin:$$PATH promtool test rules rules_test.yml
 
 .PHONY: fuzz
 fuzz: ## Run each fuzz test for FUZZTIME (30s)
@@ -99,6 +106,6 @@ caddyfile: ## Format the example Caddyfiles and check that they adapt
 xcaddy: ## Build bin/caddy-xcaddy from this checkout with xcaddy
 	tools/xcaddy.sh
 
-.PHONY: needs-redis
-needs-redis:
-	tools/need.sh redis libfaketime
+.PHONY: needs
+needs:
+	tools/need.sh redis libfaketime prometheus

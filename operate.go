@@ -91,12 +91,18 @@ func (o *operator) status() (instance string, instances int64, down error) {
 	return instance, c.instances.Load(), c.down
 }
 
+// shedderTarget drops the name of a shedder, of which there is one in a pool.
+func shedderTarget(t control.Target) control.Target {
+	if (t.Kind == "fleet" || t.Kind == "workers") && t.Limit == t.Kind {
+		t.Limit = ""
+	}
+	return t
+}
+
 // setSwitch sets a switch for ttl; Since and Until are filled in. It waits for
 // the store until ctx ends at most.
 func (o *operator) setSwitch(ctx context.Context, s control.Switch, ttl time.Duration) (applied, error) {
-	if (s.Kind == "fleet" || s.Kind == "workers") && s.Limit == s.Kind {
-		s.Limit = "" // there is one
-	}
+	s.Target = shedderTarget(s.Target)
 	if err := o.known(s.Target); err != nil {
 		return applied{}, err
 	}
@@ -106,9 +112,7 @@ func (o *operator) setSwitch(ctx context.Context, s control.Switch, ttl time.Dur
 // clearSwitch clears the switch of exactly this target. control.IsNothing tells
 // that there is none.
 func (o *operator) clearSwitch(ctx context.Context, target control.Target, scope control.Scope) (applied, error) {
-	if (target.Kind == "fleet" || target.Kind == "workers") && target.Limit == target.Kind {
-		target.Limit = ""
-	}
+	target = shedderTarget(target)
 	return o.change(ctx, scope == control.Instance, control.Change{Clear: &target})
 }
 

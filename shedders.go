@@ -262,20 +262,27 @@ func (s *shedders) say(pool, kind string, config fmt.Stringer) (again bool, err 
 func (s *shedders) summary() []string {
 	var parts []string
 	if f := s.fleet; f != nil {
-		text := fmt.Sprintf("as many in progress fleet-wide as there are workers, less %d%% for non-critical", *f.Reserve)
-		if !f.Auto {
-			text = fmt.Sprintf("%d in progress fleet-wide, %d for non-critical", f.Capacity, f.settings(s.workers).Allocation())
-		}
-		parts = append(parts, "fleet: "+text+modeSuffix(s.strength(f.Mode)))
+		parts = append(parts, "fleet: "+s.fleetWords()+modeSuffix(s.strength(f.Mode)))
 	}
 	if w := s.workers; w != nil {
-		text := fmt.Sprintf("%d on this instance", w.Count)
-		if s.source != nil {
-			text = "as many on this instance as its utilization allows"
-		}
-		parts = append(parts, "workers: "+text+modeSuffix(s.strength(w.Mode)))
+		parts = append(parts, "workers: "+s.workersWords()+modeSuffix(s.strength(w.Mode)))
 	}
 	return parts
+}
+
+func (s *shedders) fleetWords() string {
+	f := s.fleet
+	if f.Auto {
+		return fmt.Sprintf("as many in progress fleet-wide as there are workers, less %d%% for non-critical", *f.Reserve)
+	}
+	return fmt.Sprintf("%d in progress fleet-wide, %d for non-critical", f.Capacity, f.settings(s.workers).Allocation())
+}
+
+func (s *shedders) workersWords() string {
+	if s.source != nil {
+		return "as many on this instance as its utilization allows"
+	}
+	return fmt.Sprintf("%d on this instance", s.workers.Count)
 }
 
 // strength is that of a shedder with the mode, where it is applied most strongly.
@@ -294,6 +301,7 @@ type shedderModes struct {
 type shedderMode struct {
 	mode     control.Mode
 	strength float64 // with the handlers' modes, for the gauges
+	words    string  // what it does
 	metrics  *shedderMetrics
 }
 
@@ -326,7 +334,7 @@ func (s *shared) commitShedders(config *shedders) error {
 			}
 		}
 		s.pool.workers.Set(settings)
-		modes.workers = &shedderMode{w.Mode.level(), config.strength(w.Mode), newShedderMetrics(s.pool.name, "workers")}
+		modes.workers = &shedderMode{w.Mode.level(), config.strength(w.Mode), config.workersWords(), newShedderMetrics(s.pool.name, "workers")}
 	} else if old := s.pool.shedders.Load(); old != nil && old.workers != nil {
 		// Nobody asks them, but they may be configured again. Their source is gone
 		// with its config, so they recover as if idle.
@@ -339,7 +347,7 @@ func (s *shared) commitShedders(config *shedders) error {
 		settings := f.settings(config.workers)
 		settings.Timeout = s.store.timeout
 		s.fleet.Set(settings)
-		modes.fleet, modes.of = &shedderMode{f.Mode.level(), config.strength(f.Mode), newShedderMetrics(s.pool.name, "fleet")}, s
+		modes.fleet, modes.of = &shedderMode{f.Mode.level(), config.strength(f.Mode), config.fleetWords(), newShedderMetrics(s.pool.name, "fleet")}, s
 	}
 	s.pool.shedders.Store(modes)
 	return nil

@@ -92,12 +92,24 @@ func TestExamples_ACL(t *testing.T) {
 	if reply, err := store.SyncFleet(t.Context(), "default", share.Args()); err != nil || len(reply) < 2 || reply[1] != 1 {
 		t.Errorf("sync of the fleet: got %v, %v; want a claim of 1", reply, err)
 	}
+	for _, call := range []limiters.ControlCall{{ID: "1 a", State: "{}"}, {Leave: true}} {
+		if _, err := store.Control(t.Context(), call); err != nil {
+			t.Error(err)
+		}
+	}
+	limits := []*limiters.Limit{rate, concurrency}
+	if _, err := store.Inspect(t.Context(), limiters.Identity{1}, limits); err != nil {
+		t.Error(err)
+	}
+	if err := store.Reset(t.Context(), limiters.Identity{1}, limits); err != nil {
+		t.Error(err)
+	}
 	if err := store.Close(); err != nil {
 		t.Error(err)
 	}
 
 	// A script may do more in other states.
-	for _, script := range []string{lua.Admit, lua.Renew, lua.FleetSync} {
+	for _, script := range []string{lua.Admit, lua.Renew, lua.FleetSync, lua.Control} {
 		for _, call := range regexp.MustCompile(`redis\.call\('(\w+)'`).FindAllStringSubmatch(script, -1) {
 			if !slices.Contains(rule.rules, "+"+strings.ToLower(call[1])) {
 				t.Errorf("the user may not %s, which a script does", call[1])

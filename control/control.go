@@ -40,7 +40,7 @@ const (
 	MaxTTL = 366 * 24 * time.Hour
 
 	maxResets  = 100
-	maxPending = 1000
+	maxPending = 100
 	maxName    = 32
 )
 

@@ -48,11 +48,7 @@ func (r *Redis) Control(ctx context.Context, call ControlCall) (reply ControlRep
 	start := time.Now()
 	defer func() { r.observe("control", time.Since(start), err) }()
 
-	key := r.prefix + "{control}"
-	values, err := r.runControl(ctx, []any{
-		"evalsha", controlScript.hash, 3, key, key + ":instances", key + ":secrets",
-		nil, r.instance, bit(call.Leave), call.Secret, call.Known, call.Stored, call.ID, call.State,
-	})
+	values, err := r.runControl(ctx, newControlArgs(r.prefix, r.instance, call))
 	if err != nil {
 		return reply, fmt.Errorf("control: %w", err)
 	}
@@ -77,6 +73,15 @@ func (r *Redis) Control(ctx context.Context, call ControlCall) (reply ControlRep
 		Beat: time.Duration(numbers[1]) * time.Microsecond, Instances: numbers[2], Secrets: numbers[3],
 		ID: texts[0], State: texts[1],
 	}, nil
+}
+
+// newControlArgs returns the whole command, but for the deadline.
+func newControlArgs(prefix, instance string, call ControlCall) []any {
+	key := prefix + "{control}"
+	return []any{
+		"evalsha", controlScript.hash, 3, key, key + ":instances", key + ":secrets",
+		nil, instance, bit(call.Leave), call.Secret, call.Known, call.Stored, call.ID, call.State,
+	}
 }
 
 // runControl sends the script, whose place for the deadline follows three keys,

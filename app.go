@@ -144,7 +144,7 @@ func (a *App) provisionStore(secret string) error {
 
 // newStore makes the store of this config, for the pool of stores.
 func (a *App) newStore() (caddy.Destructor, error) {
-	s := &store{denials: limiters.NewDenials(), kind: "memory"}
+	s := &store{denials: limiters.NewDenials(), kind: "memory", log: storeLog{logger: caddyLogger}}
 	if a.options == nil {
 		s.Store = limiters.NewMemory(0)
 		s.control = newController(nil, s.denials, a.place, "", a.storage)
@@ -159,7 +159,7 @@ func (a *App) newStore() (caddy.Destructor, error) {
 	}
 	s.count = newStoreObserver()
 	options := *a.options
-	options.Observe = s.observe
+	options.Observe, options.OnBreaker = s.observe, s.breaker
 	redis := limiters.NewRedis(options)
 	s.Store = redis
 	s.control = newController(redis, s.denials, a.place, a.secret, a.storage)

@@ -5,7 +5,6 @@ package striperatelimit
 import (
 	"errors"
 	"slices"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -33,26 +32,9 @@ var (
 		"Decisions of each limit. In mode dark nothing is rejected, whatever the outcome."),
 		[]string{"pool", "kind", "limit", "mode", "outcome"})
 
-	storeErrorsTotal = prometheus.NewCounterVec(counterOpts("store_errors_total",
-		"Failed calls of Redis."),
-		[]string{"operation", "reason"})
-
-	storeDuration = prometheus.NewHistogramVec(prometheus.HistogramOpts{
-		Namespace: metricsNamespace,
-		Subsystem: metricsSubsystem,
-		Name:      "store_duration_seconds",
-		Help:      "How long calls of Redis took, failed ones included.",
-		// 0.1 ms is a Redis in the next rack, 100 ms is twice the default timeout.
-		Buckets: []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1},
-	}, []string{"operation"})
-
 	limitMode = gaugeDesc("limit_mode",
 		"How each limit is applied: 0 off, 1 dark, 2 enforced, 1.25 enforced for 25 percent of the identities. Of handlers that differ, the strongest.",
 		"pool", "kind", "limit", "source")
-
-	storeInfo = gaugeDesc("store_info",
-		"The store in use: memory, redis, redis_cluster or redis_sentinel.",
-		"store")
 
 	inFlight = gaugeDesc("in_flight",
 		"Requests in progress on this instance, those of superseded configs included.",
@@ -163,35 +145,11 @@ func (m *limitMetrics) noIdentity(dark bool) {
 	m.enforce.noIdentity.Inc()
 }
 
-// newStoreObserver returns what a Redis store reports its operations to. It
-// resolves what it counts, as the others do.
-func newStoreObserver() func(operation string, took time.Duration, err error) {
-	durations := make(map[string]prometheus.Observer)
-	for _, operation := range []string{"admit", "release", "renew", "fleet_sync", "control", "inspect", "reset"} {
-		durations[operation] = storeDuration.WithLabelValues(operation)
-		for _, reason := range []string{
-			"timeout", "connection", "late", "loading", "readonly", "oom", "auth",
-			"busy", "cluster", "wrong_type", "shape", "closed", "panic", "other",
-		} {
-			storeErrorsTotal.WithLabelValues(operation, reason)
-		}
-	}
-	return func(operation string, took time.Duration, err error) {
-		duration := durations[operation]
-		if duration == nil {
-			duration = storeDuration.WithLabelValues(operation)
-		}
-		duration.Observe(took.Seconds())
-		if err != nil {
-			storeErrorsTotal.WithLabelValues(operation, limiters.Reason(err)).Inc()
-		}
-	}
-}
-
 // gaugeSnapshot is the state that the gauges show. Two entries of one name are
 // allowed: in-flight requests are added up, and the strongest mode is shown.
 type gaugeSnapshot struct {
-	store   string // memory, redis, redis_cluster or redis_sentinel; empty: none yet
+	store   string          // memory, redis, redis_cluster or redis_sentinel; empty: none yet
+	nodes   map[string]bool // of Redis: whether the breaker is open
 	control *controlGauge
 	pools   []poolGauges
 }
@@ -242,6 +200,7 @@ type gaugeCollector struct{ snapshot func() gaugeSnapshot }
 func (*gaugeCollector) Describe(ch chan<- *prometheus.Desc) {
 	ch <- limitMode
 	ch <- storeInfo
+	ch <- storeBreakerOpen
 	ch <- inFlight
 	for _, desc := range slices.Concat(shedderGauges, controlGauges) {
 		ch <- desc
@@ -280,6 +239,7 @@ func (c *gaugeCollector) Collect(ch chan<- prometheus.Metric) {
 	if snapshot.control != nil {
 		collectControl(snapshot.control, send)
 	}
+	collectNodes(snapshot.nodes, send)
 	for pool, n := range running {
 		send(inFlight, float64(n[0]), pool, "critical")
 		send(inFlight, float64(n[1]), pool, "non_critical")

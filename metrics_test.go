@@ -95,7 +95,7 @@ func TestMetrics_Lint(t *testing.T) {
 	newStoreObserver()("admit", time.Millisecond, nil)
 	utilizationUnknown.WithLabelValues(pool).Inc()
 	t.Cleanup(func() { utilizationUnknown.DeleteLabelValues(pool) })
-	setGauges(t, gaugeSnapshot{store: "redis", control: new(controlGauge), pools: []poolGauges{{
+	setGauges(t, gaugeSnapshot{store: "redis", nodes: map[string]bool{"127.0.0.1:6379": false}, control: new(controlGauge), pools: []poolGauges{{
 		pool: pool, critical: 1,
 		limits:  []limitGauge{{kind: "rate", name: "rate", source: "config", strength: 2}},
 		workers: &shedding.WorkersStatus{Utilization: math.NaN()},
@@ -130,6 +130,7 @@ func TestMetrics_Lint(t *testing.T) {
 		"caddy_stripe_ratelimit_overrides",
 		"caddy_stripe_ratelimit_requests_total",
 		"caddy_stripe_ratelimit_shed_probability",
+		"caddy_stripe_ratelimit_store_breaker_open",
 		"caddy_stripe_ratelimit_store_duration_seconds",
 		"caddy_stripe_ratelimit_store_errors_total",
 		"caddy_stripe_ratelimit_store_info",
@@ -303,8 +304,8 @@ func TestStoreObserver(t *testing.T) {
 	observe("new_operation", time.Millisecond, io.EOF)
 
 	got := series(t, reg, "store_errors_total", "")
-	if len(got) != 7*14+1 {
-		t.Errorf("store_errors_total: got %d series, want 14 reasons of 7 operations and 1", len(got))
+	if len(got) != 7*15+1 {
+		t.Errorf("store_errors_total: got %d series, want 15 reasons of 7 operations and 1", len(got))
 	}
 	want := map[string]float64{
 		"operation=admit reason=timeout":            1,

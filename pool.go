@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
-	"go.uber.org/zap"
 	"go.uber.org/zap/exp/zapslog"
 
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
@@ -139,12 +138,13 @@ type store struct {
 	kind    string // memory, redis, redis_cluster or redis_sentinel
 	count   func(operation string, took time.Duration, err error)
 	timeout time.Duration // of all store work that one request waits for
-	log     everySecond
+	log     storeLog
 }
 
 // Destruct implements caddy.Destructor. It comes with the last reference, so
 // nobody is left who would take or release.
 func (s *store) Destruct() error {
+	defer s.log.close()
 	s.control.close()
 	return s.Close()
 }
@@ -155,14 +155,12 @@ func (s *store) observe(operation string, took time.Duration, err error) {
 	if err == nil {
 		return
 	}
-	if more, ok := s.log.allow(time.Now()); ok {
-		// Caddy's own logger, because that of a config ends with it.
-		caddy.Log().Named("stripe_ratelimit").Warn("store failed; on_store_error says what becomes of requests meanwhile",
-			zap.String("operation", operation),
-			zap.String("reason", limiters.Reason(err)),
-			zap.Error(err),
-			zap.Int64("failures_not_logged", more))
-	}
+	s.log.failed(time.Now(), operation, err)
+}
+
+// breaker logs that the breaker of a Redis node opened or closed.
+func (s *store) breaker(node string, open bool, err error) {
+	s.log.changed(time.Now(), nodeChange{node, open, err})
 }
 
 // everySecond lets one event a second be logged and counts the others.
@@ -313,9 +311,10 @@ func (h *Handler) attach() (*attachment, error) {
 
 // snapshot is what the gauges show.
 func snapshot() gaugeSnapshot {
-	var s gaugeSnapshot
+	s := gaugeSnapshot{nodes: map[string]bool{}}
 	var inForce *inForce
 	stores.Range(func(key, value any) bool {
+		value.(*store).nodes(s.nodes)
 		// During a reload there may be two: the running config's is shown.
 		if s.store == "" || key == runningStore.Load() {
 			st := value.(*store)

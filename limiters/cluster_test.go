@@ -112,7 +112,7 @@ func TestCluster(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		clock := r.clock(first)
+		clock := &first.clock
 		ahead := clock.ahead.Load()
 		for i, skew := range []time.Duration{-time.Hour, time.Hour} {
 			clock.ahead.Store(ahead + skew.Microseconds())

@@ -95,14 +95,12 @@ func (r *Redis) runControl(ctx context.Context, args []any) (values []any, err e
 		if nodeErr != nil {
 			return nil, nodeErr
 		}
-		clock := r.clock(node)
+		clock := &node.clock
 		args[argFirstKey+3] = max(1, clock.at(deadline)) // 0 is none
 		cmd := controlCmd{redis.NewSliceCmd(ctx, args...)}
 		cmd.SetFirstKeyPos(argFirstKey)
 		c := &command{Cmder: cmd}
-		sent := time.Now()
-		r.exec(ctx, node, []*command{c})
-		received := time.Now()
+		sent, received := r.exec(ctx, node, []*command{c})
 		values, err = cmd.Result()
 		switch {
 		case redis.HasErrorPrefix(err, "NOSCRIPT"):

@@ -22,6 +22,10 @@ var (
 	// deadline. Nothing was taken.
 	errLate = errors.New("the server came to it too late")
 
+	// errBreakerOpen is returned for a call that was not made, because its node
+	// was known to fail.
+	errBreakerOpen = errors.New("not called, because it fails")
+
 	// errPanic is returned for a bug in background work.
 	errPanic = errors.New("panic")
 )
@@ -31,9 +35,27 @@ var (
 // scripts check everything before they write.
 func mayHaveRun(err error) bool {
 	_, answered := errors.AsType[redis.Error](err)
-	return !answered && !errors.Is(err, errLate) && !isDial(err) &&
+	return !answered && !errors.Is(err, errLate) && !errors.Is(err, errBreakerOpen) && !isDial(err) &&
 		!errors.Is(err, redis.ErrClosed) && !errors.Is(err, redis.ErrPoolTimeout)
 }
+
+// nodeFailed reports whether an error is the fault of the node, so that other calls
+// fail as well, and not that of one call, of a key or of whoever waited.
+func nodeFailed(err error) bool {
+	switch Reason(err) {
+	case "timeout", "connection", "loading", "readonly", "oom", "auth":
+		return true
+	case "busy":
+		return !isScriptKill(err)
+	case "cluster":
+		return redis.HasErrorPrefix(err, "CLUSTERDOWN")
+	}
+	return false
+}
+
+// isScriptKill reports whether somebody ended the script that kept a server busy:
+// one call has failed, and the next will not.
+func isScriptKill(err error) bool { return strings.Contains(err.Error(), "SCRIPT KILL") }
 
 // isDial reports whether the server could not be reached in the first place.
 func isDial(err error) bool {
@@ -43,7 +65,7 @@ func isDial(err error) bool {
 
 // Reason names the cause of a store error in one word of a fixed set, for
 // metrics: timeout, connection, late, loading, readonly, oom, auth, busy,
-// cluster, wrong_type, shape, closed, panic or other.
+// cluster, wrong_type, shape, closed, breaker_open, panic or other.
 func Reason(err error) string {
 	var netErr net.Error
 	switch {
@@ -51,6 +73,8 @@ func Reason(err error) string {
 		return "shape"
 	case errors.Is(err, errLate):
 		return "late"
+	case errors.Is(err, errBreakerOpen):
+		return "breaker_open"
 	case errors.Is(err, errPanic):
 		return "panic"
 	case errors.Is(err, redis.ErrClosed):
@@ -63,7 +87,7 @@ func Reason(err error) string {
 		switch word {
 		case "LOADING":
 			return "loading"
-		case "READONLY", "MASTERDOWN", "NOREPLICAS":
+		case "READONLY", "MASTERDOWN", "NOREPLICAS", "MISCONF":
 			return "readonly"
 		case "OOM":
 			return "oom"
@@ -76,9 +100,13 @@ func Reason(err error) string {
 		case "WRONGTYPE":
 			return "wrong_type"
 		}
-		// How Redis 7 says NOPERM from within a script.
-		if strings.Contains(answer.Error(), "The user executing the script") {
-			return "auth"
+		switch {
+		case strings.Contains(answer.Error(), "The user executing the script"):
+			return "auth" // how Redis 7 says NOPERM from within a script
+		case isScriptKill(err):
+			return "busy"
+		case strings.Contains(answer.Error(), "max number of clients"):
+			return "connection"
 		}
 		return "other"
 	}

@@ -80,7 +80,7 @@ func TestSampleFlaw03_InstancesWhoseClocksDiffer(t *testing.T) {
 	for i := range steps {
 		fake.SetTime(epoch.Add(time.Duration(i) * 10 * ms))
 		for r, off := range map[*Redis]time.Duration{behind: -10 * time.Second, ahead: 10 * time.Second} {
-			clock := r.clock(r.single)
+			clock := &r.single.clock
 			clock.ahead.Store(epoch.Add(time.Duration(i)*10*ms+off).UnixMicro() - time.Since(r.base).Microseconds())
 			adm, err := r.Admit(t.Context(), ask("a", l))
 			if err != nil {
@@ -245,7 +245,7 @@ func TestSampleFlaw11_PurgeOnTheServersClock(t *testing.T) {
 	r := handRedis(t, redisAt(fake.Addr))
 	l := concurrency(t, "two", 2, 10*time.Second)
 	for want := int64(1); want <= 2; want++ {
-		r.clock(r.single).ahead.Store(epoch.Add(time.Hour).UnixMicro() - time.Since(r.base).Microseconds())
+		r.single.clock.ahead.Store(epoch.Add(time.Hour).UnixMicro() - time.Since(r.base).Microseconds())
 		adm, err := r.Admit(t.Context(), ask("a", l))
 		if err != nil || !adm.Allowed {
 			t.Fatal(adm, err)

@@ -42,6 +42,10 @@ type RedisOptions struct {
 	// Observe, if not nil, is told of every operation (admit, renew, release),
 	// how long it took and whether it failed. It must be quick.
 	Observe func(operation string, took time.Duration, err error)
+
+	// OnBreaker, if not nil, is told when the breaker of a node (see NodeStatus)
+	// opens, with the last failure, and when it closes again. It must be quick.
+	OnBreaker func(node string, open bool, err error)
 }
 
 // Redis is a Store that every instance of a fleet shares: standalone, behind
@@ -50,24 +54,34 @@ type RedisOptions struct {
 // Scripts run on the server's clock and carry a deadline in it, so one that is
 // delayed beyond the time its caller waits decides nothing. They are never sent
 // twice unless the reply proves that nothing has run.
+//
+// A node that fails (5 calls, and half of all, within a second) is not called any
+// more: each call fails at once, with the Reason breaker_open, until a probe in the
+// background has found that the node works.
 type Redis struct {
-	single   *redis.Client        // nil for a Cluster
-	cluster  *redis.ClusterClient // nil otherwise
-	timeout  time.Duration
-	prefix   string
-	instance string // what the names of leases start with: random, of this store
-	observe  func(string, time.Duration, error)
+	single    target               // zero for a Cluster
+	cluster   *redis.ClusterClient // nil otherwise
+	slots     *node                // of the Cluster: what it takes to know its slots
+	timeout   time.Duration
+	probeMost time.Duration // between probes of a node that fails
+	prefix    string
+	instance  string // what the names of leases start with: random, of this store
+	observe   func(string, time.Duration, error)
+	onBreaker func(string, bool, error)
 
 	nextID atomic.Uint64
 	ahead  atomic.Int64 // ns by which the server's clock is ahead of ours; 0 if not known
 	leases *leaseTable
 
-	base   time.Time
-	clocks sync.Map // address of a node -> *serverClock
+	base  time.Time
+	nodes sync.Map // address of a node of the Cluster -> *node
 
 	stop    chan struct{}
 	closeBy time.Time // when Close must be done; set before stop is closed
 	done    sync.WaitGroup
+
+	mu     sync.Mutex // guards below
+	closed bool       // nothing may be added to done
 }
 
 // NewRedis returns a store on Redis. It does not connect: the first operation does.
@@ -89,6 +103,9 @@ func newRedis(o RedisOptions) *Redis {
 	if o.Observe == nil {
 		o.Observe = func(string, time.Duration, error) {}
 	}
+	if o.OnBreaker == nil {
+		o.OnBreaker = func(string, bool, error) {}
+	}
 	quietClient()
 	u := o.Universal
 	u.MaxRetries = -1              // a script is never sent twice
@@ -108,25 +125,29 @@ func newRedis(o RedisOptions) *Redis {
 	var id [16]byte
 	_, _ = rand.Read(id[:]) // never fails
 	r := &Redis{
-		timeout:  o.Timeout,
-		prefix:   o.KeyPrefix,
-		instance: base64.RawURLEncoding.EncodeToString(id[:]),
-		observe:  o.Observe,
-		leases:   newLeaseTable(u.ReadTimeout),
-		base:     time.Now(),
-		stop:     make(chan struct{}),
+		probeMost: probeMost,
+		timeout:   o.Timeout,
+		prefix:    o.KeyPrefix,
+		instance:  base64.RawURLEncoding.EncodeToString(id[:]),
+		observe:   o.Observe,
+		onBreaker: o.OnBreaker,
+		leases:    newLeaseTable(u.ReadTimeout),
+		base:      time.Now(),
+		stop:      make(chan struct{}),
 	}
 	switch {
 	case u.MasterName != "":
-		r.single = redis.NewFailoverClient(u.Failover())
+		r.single = target{r.newNode(u.MasterName), redis.NewFailoverClient(u.Failover())}
 	case len(u.Addrs) > 1 || u.IsClusterMode:
 		c := u.Cluster()
 		// For its routing policies go-redis would first ask for a list of all
 		// commands, and wait for it longer than our caller does.
 		c.DisableRoutingPolicies = true
 		r.cluster = redis.NewClusterClient(c)
+		r.slots = r.newNode(slotMap)
 	default:
-		r.single = redis.NewClient(u.Simple())
+		client := redis.NewClient(u.Simple())
+		r.single = target{r.newNode(client.Options().Addr), client}
 	}
 	return r
 }
@@ -299,11 +320,14 @@ func (r *Redis) Release(adm Admission) {
 // Close implements Store. It waits for background work: if Redis does not
 // answer, a second.
 func (r *Redis) Close() error {
+	r.mu.Lock()
+	r.closed = true
 	r.closeBy = time.Now().Add(backgroundTimeout)
 	close(r.stop)
+	r.mu.Unlock()
 	r.done.Wait()
 	if r.cluster != nil {
 		return r.cluster.Close()
 	}
-	return r.single.Close()
+	return r.single.client.Close()
 }

@@ -14,8 +14,11 @@ import (
 )
 
 const (
-	// backgroundTimeout bounds one round of releases or renewals.
+	// backgroundTimeout bounds what happens in the background all together when a
+	// store ends, and roundTimeout one round of releases or renewals: a node that
+	// hangs must not keep those of others waiting for long until its breaker opens.
 	backgroundTimeout = time.Second
+	roundTimeout      = 250 * time.Millisecond
 
 	// batchSize bounds the leases in one command, because Redis does nothing
 	// else meanwhile, and roundSize those in one round trip.
@@ -52,12 +55,19 @@ func (r *Redis) flushLoop() {
 		case <-r.stop:
 			continue
 		}
-		wake = r.leases.wake
-		if r.safely("release", func() error { return r.flush(time.Now().Add(backgroundTimeout), all) }) != nil {
-			wake = nil // no hurry any more
-		}
+		wake = nil // no hurry any more, unless somebody answers
+		_ = r.safely("release", func() error {
+			if some, err := r.flushRounds(time.Now().Add(r.roundTimeout()), all); some || err == nil {
+				wake = r.leases.wake
+			}
+			return nil
+		})
 	}
 	_ = r.safely("release", func() error { return r.flush(r.closeBy, true) })
+}
+
+func (r *Redis) roundTimeout() time.Duration {
+	return min(max(r.timeout, roundTimeout), backgroundTimeout)
 }
 
 func (r *Redis) stopped() bool {
@@ -69,9 +79,15 @@ func (r *Redis) stopped() bool {
 	}
 }
 
-// flush sends the releases of the queue, or with all every one, once. The error
-// is that of a server that did not answer.
+// flush sends the releases of the queue, or with all every one, once.
 func (r *Redis) flush(deadline time.Time, all bool) error {
+	_, err := r.flushRounds(deadline, all)
+	return err
+}
+
+// flushRounds is flush, and reports whether a server has answered. It ends when
+// none does.
+func (r *Redis) flushRounds(deadline time.Time, all bool) (some bool, failed error) {
 	ctx, cancel := context.WithDeadline(context.Background(), deadline)
 	defer cancel()
 	for more := true; more; all = false {
@@ -80,17 +96,21 @@ func (r *Redis) flush(deadline time.Time, all bool) error {
 		if leases, more = r.leases.toRelease(start, roundSize, all); len(leases) == 0 {
 			continue
 		}
-		err := r.release(ctx, start, leases)
+		answered, err := r.release(ctx, start, leases)
 		r.observe("release", time.Since(start), err)
 		if err != nil {
-			return err
+			failed = err
+		}
+		if some = some || answered; err != nil && !answered {
+			break
 		}
 	}
-	return nil
+	return some, failed
 }
 
-// release sends the release of leases, at now.
-func (r *Redis) release(ctx context.Context, now time.Time, leases []*lease) (failed error) {
+// release sends the release of leases, at now, and reports whether a server has
+// answered. What one does not answer is kept, and costs others nothing but time.
+func (r *Redis) release(ctx context.Context, now time.Time, leases []*lease) (some bool, failed error) {
 	byKey := map[stateKey][]*lease{}
 	for _, l := range leases {
 		byKey[l.key] = append(byKey[l.key], l)
@@ -99,43 +119,48 @@ func (r *Redis) release(ctx context.Context, now time.Time, leases []*lease) (fa
 		commands []*command
 		batches  [][]*lease
 	}
-	byNode := map[*redis.Client]*releases{}
+	byNode := map[target]*releases{}
 	for k, leases := range byKey {
 		key := k.redis(r.prefix)
-		node, err := r.node(ctx, key)
-		if err != nil {
-			return err
+		to, err := r.node(ctx, key)
+		if err == nil && to.breaker.open.Load() && !r.stopped() {
+			err = to.refusal // sooner than its commands are made
 		}
-		to := byNode[node]
-		if to == nil {
-			to = &releases{}
-			byNode[node] = to
+		if err != nil {
+			failed = err
+			continue
+		}
+		node := byNode[to]
+		if node == nil {
+			node = &releases{}
+			byNode[to] = node
 		}
 		for batch := range slices.Chunk(leases, batchSize) {
 			args := []any{"zrem", key}
 			for _, l := range batch {
 				args = append(args, r.member(l))
 			}
-			to.commands = append(to.commands, &command{Cmder: redis.NewIntCmd(ctx, args...)})
-			to.batches = append(to.batches, batch)
+			node.commands = append(node.commands, &command{Cmder: redis.NewIntCmd(ctx, args...)})
+			node.batches = append(node.batches, batch)
 		}
 	}
 	var wg sync.WaitGroup
-	for node, to := range byNode {
-		wg.Go(func() { r.exec(ctx, node, to.commands) })
+	for to, node := range byNode {
+		wg.Go(func() { r.exec(ctx, to, node.commands) })
 	}
 	wg.Wait()
-	for _, to := range byNode {
-		for i, c := range to.commands {
+	for _, node := range byNode {
+		for i, c := range node.commands {
 			switch err := c.Err(); {
 			case err == nil, redis.HasErrorPrefix(err, "WRONGTYPE"): // then no lease is there
-				r.leases.acknowledged(now, to.batches[i])
+				r.leases.acknowledged(now, node.batches[i])
+				some = true
 			default:
 				failed = err
 			}
 		}
 	}
-	return failed
+	return some, failed
 }
 
 // renewLoop renews the leases of requests that take longer than a third of
@@ -185,7 +210,7 @@ func (r *Redis) renew() error {
 }
 
 func (r *Redis) renewRound(calls []*renewal) {
-	ctx, cancel := context.WithTimeout(context.Background(), backgroundTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), r.roundTimeout())
 	defer cancel()
 	start := time.Now()
 	todo := make([]*scriptCall, len(calls))

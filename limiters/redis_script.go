@@ -90,27 +90,23 @@ func (r *Redis) runTogether(ctx context.Context, calls []*scriptCall) {
 	const attempts = 4
 	deadline, _ := ctx.Deadline()
 	for range attempts {
-		node, err := r.node(ctx, calls[0].args[argFirstKey].(string))
+		n, err := r.node(ctx, calls[0].args[argFirstKey].(string))
 		if err != nil {
 			for _, c := range calls {
 				c.err = err
 			}
 			return
 		}
-		clock := r.clock(node)
+		clock := &n.clock
 		commands := make([]*command, len(calls))
 		for i, c := range calls {
 			if c.clock != nil {
 				clock = c.clock
 			}
 			c.args[argFirstKey+c.keys] = clock.at(deadline)
-			cmd := scriptCmd{redis.NewIntSliceCmd(ctx, c.args...)}
-			cmd.SetFirstKeyPos(argFirstKey)
-			commands[i] = &command{Cmder: cmd}
+			commands[i] = newCommand(ctx, argFirstKey, c.args)
 		}
-		sent := time.Now()
-		r.exec(ctx, node, commands)
-		received := time.Now()
+		sent, received := r.exec(ctx, n, commands)
 
 		var again []*scriptCall
 		for i, c := range calls {
@@ -137,58 +133,6 @@ func (r *Redis) runTogether(ctx context.Context, calls []*scriptCall) {
 		}
 		if calls = again; len(calls) == 0 || ctx.Err() != nil {
 			return
-		}
-	}
-}
-
-// node returns the node that has a key.
-func (r *Redis) node(ctx context.Context, key string) (*redis.Client, error) {
-	if r.cluster == nil {
-		return r.single, nil
-	}
-	return r.cluster.MasterForKey(ctx, key)
-}
-
-// clock returns the clock of a node, known by its address: the clients of nodes
-// come and go.
-func (r *Redis) clock(node *redis.Client) *serverClock {
-	v, ok := r.clocks.Load(node.Options().Addr)
-	if !ok {
-		v, _ = r.clocks.LoadOrStore(node.Options().Addr, &serverClock{base: r.base})
-	}
-	return v.(*serverClock)
-}
-
-// command is one to be sent.
-type command struct {
-	redis.Cmder
-	redirected bool // to another node of the Cluster
-}
-
-// exec sends commands to a node in one round trip. Each has its own error then.
-func (r *Redis) exec(ctx context.Context, node *redis.Client, commands []*command) {
-	if len(commands) == 1 {
-		_ = node.Process(ctx, commands[0].Cmder)
-	} else {
-		pipe := node.Pipeline()
-		for _, c := range commands {
-			_ = pipe.Process(ctx, c.Cmder)
-		}
-		_, _ = pipe.Exec(ctx)
-	}
-	if r.cluster == nil {
-		return
-	}
-	for _, c := range commands {
-		switch err := c.Err(); {
-		case err == nil:
-		case redis.HasErrorPrefix(err, "MOVED "), redis.HasErrorPrefix(err, "ASK "):
-			c.redirected = true
-			_ = r.cluster.Process(ctx, c.Cmder) // it did not run; this follows
-		case mayHaveRun(err) || isDial(err):
-			// Perhaps a failover: look for the masters anew, in the background.
-			// By itself go-redis does so once a minute.
-			r.cluster.ReloadState(ctx)
 		}
 	}
 }

@@ -31,6 +31,7 @@ type Proxy struct {
 type link struct {
 	client, server net.Conn
 	lossy          bool // bytes were dropped, so what follows makes no sense
+	stranded       bool // and it is not even closed
 }
 
 func (l *link) close() {
@@ -71,9 +72,20 @@ func (p *Proxy) Blackhole(on bool) {
 	defer p.mu.Unlock()
 	p.blackhole = on
 	for l := range p.links {
-		if !on && l.lossy {
+		if !on && l.lossy && !l.stranded {
 			l.close()
 		}
+	}
+}
+
+// Strand makes the connections that exist lead nowhere from now on, as when a
+// firewall has forgotten them: bytes vanish and neither side hears of it. New
+// connections are good.
+func (p *Proxy) Strand() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for l := range p.links {
+		l.stranded = true
 	}
 }
 
@@ -185,7 +197,7 @@ func (p *Proxy) fate(l *link, reply bool) (pass, cut bool) {
 	case reply && p.cut > 0:
 		p.cut--
 		return false, true
-	case p.blackhole:
+	case p.blackhole || l.stranded:
 		l.lossy = true
 		return false, false
 	}

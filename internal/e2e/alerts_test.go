@@ -164,6 +164,11 @@ func TestAlerts(t *testing.T) {
 	expected := map[string]bool{"InstanceLost": true, "StoreSlow": true, "FailOpen": true, "BreakerOpen": true}
 	s.wantOnly(t, expected)
 
+	// Somebody turns something off for the day.
+	expected["SwitchOn"] = true
+	const change = `{"pool": "api", "kind": "concurrency", "mode": "dark", "ttl": "1h", "reason": "TestAlerts"}`
+	s.switches(t, http.MethodPost, change)
+
 	for _, incident := range incidents {
 		t.Run(incident.what, func(t *testing.T) {
 			end := incident.begin()
@@ -178,10 +183,34 @@ func TestAlerts(t *testing.T) {
 			s.wantOnly(t, expected)
 		})
 	}
+	eventually(t, patience, "SwitchOn has fired", func() bool {
+		return s.metrics.fired(t, `SwitchOn{scope="fleet", mode="dark"}`)
+	})
+	s.switches(t, http.MethodDelete, `{"pool": "api", "kind": "concurrency"}`)
+
 	eventually(t, patience, "all alerts have cleared", func() bool {
 		return len(s.metrics.query(t, `ALERTS{alertstate="firing"}`)) == 0
 	})
 	s.checkDashboard(t)
+}
+
+// switches asks the admin API to change a switch.
+func (s *apiSite) switches(t *testing.T, method, change string) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), method,
+		"http://"+s.caddys[0].Admin+"/stripe_ratelimit/switches", strings.NewReader(change))
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := newClient(t, false).Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		t.Fatalf("%s switches: got %s, want 200", method, resp.Status)
+	}
 }
 
 // wantOnly fails the test if other alerts than these have ever fired.

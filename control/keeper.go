@@ -184,7 +184,7 @@ func (k *Keeper) Next(now time.Time, tag string) (next *State, changes int) {
 	}
 	if changed {
 		s.Version, s.Tag, s.At = k.agreed.Version+1, tag, now
-	} else if k.stored == s.ID() {
+	} else if k.stored == s.ID() || s.Version == 0 {
 		// The pending changes are of no use any more.
 		k.pending = nil
 		return nil, 0

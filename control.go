@@ -162,6 +162,7 @@ func (c *controller) guarded(beat *time.Duration) (wait time.Duration) {
 	wait = firstBeat
 	defer func() {
 		if v := recover(); v != nil {
+			panicsTotal.WithLabelValues("control").Inc()
 			c.logger.Error("bug in stripe_ratelimit; switches stay as they are", zap.Any("panic", v), zap.Stack("stack"))
 		}
 	}()
@@ -416,6 +417,7 @@ func (c *controller) saveNow() {
 	defer c.saving.Unlock()
 	defer func() {
 		if v := recover(); v != nil { // storage is a guest module
+			panicsTotal.WithLabelValues("control").Inc()
 			c.logger.Error("panic while switches were saved", zap.Any("panic", v), zap.Stack("stack"))
 		}
 	}()

@@ -59,7 +59,6 @@ func metricLabels(t *testing.T) map[string][]string {
 // when its metric has come.
 var agreedMetrics = map[string][]string{
 	"store_breaker_open": {"node"},
-	"panics_total":       {"where"},
 }
 
 var (

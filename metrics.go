@@ -42,7 +42,7 @@ var (
 )
 
 // collectors are all that there are.
-var collectors = []prometheus.Collector{requestsTotal, decisionsTotal, storeErrorsTotal, storeDuration, utilizationUnknown, switchChangesTotal, gauges}
+var collectors = []prometheus.Collector{requestsTotal, decisionsTotal, storeErrorsTotal, storeDuration, utilizationUnknown, switchChangesTotal, panicsTotal, gauges}
 
 func counterOpts(name, help string) prometheus.CounterOpts {
 	return prometheus.CounterOpts{Namespace: metricsNamespace, Subsystem: metricsSubsystem, Name: name, Help: help}

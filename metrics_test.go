@@ -128,6 +128,7 @@ func TestMetrics_Lint(t *testing.T) {
 		"caddy_stripe_ratelimit_instances",
 		"caddy_stripe_ratelimit_limit_mode",
 		"caddy_stripe_ratelimit_overrides",
+		"caddy_stripe_ratelimit_panics_total",
 		"caddy_stripe_ratelimit_requests_total",
 		"caddy_stripe_ratelimit_shed_probability",
 		"caddy_stripe_ratelimit_store_breaker_open",

@@ -26,13 +26,14 @@ var arrows = []struct {
 }{
 	// The root knows go-redis for its options alone: a copy of them in limiters
 	// would be a second one of what RedisConfig says already.
-	{".", []string{"limiters", "shedding", "control", "internal/replay", "github.com/caddyserver", "github.com/prometheus", "github.com/redis/go-redis/v9", "github.com/spf13/cobra", "go.uber.org/zap"}, true},
+	{".", []string{"limiters", "shedding", "control", "internal/replay", "internal/safely", "github.com/caddyserver", "github.com/prometheus", "github.com/redis/go-redis/v9", "github.com/spf13/cobra", "go.uber.org/zap"}, true},
 	{"cmd/*", []string{".", "github.com/caddyserver"}, true},
-	{"limiters", []string{"lua", "github.com/redis/go-redis/v9"}, false},
-	{"shedding", nil, false},
+	{"limiters", []string{"lua", "internal/safely", "github.com/redis/go-redis/v9"}, false},
+	{"shedding", []string{"internal/safely"}, false},
 	{"control", nil, false},
 	{"lua", nil, false},
 	{"internal/replay", []string{"limiters", "shedding"}, false},
+	{"internal/safely", nil, false},
 	{"internal/*", []string{"internal", "github.com/redis/go-redis/v9"}, true}, // harnesses: only tests import them
 }
 

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"cmp"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"net/netip"
@@ -18,6 +19,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/control"
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/safely"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
@@ -172,7 +174,11 @@ func (h *Handler) decide(a *attachment, r *http.Request, repl *caddy.Replacer, v
 	h.read(a, v, t.admission, err)
 	if err != nil && v.outcome == outcomeAllowed {
 		v.outcome = outcomeStoreError
-		v.closed = h.OnStoreError == "closed" && v.criticality != shedding.Critical && v.unanswered()
+		if _, bug := errors.AsType[*safely.Bug](err); bug {
+			v.outcome = outcomePanic // a bug of ours, and no reason to refuse anybody
+		} else {
+			v.closed = h.OnStoreError == "closed" && v.criticality != shedding.Critical && v.unanswered()
+		}
 	}
 	if v.rejects() {
 		h.giveBack(a, t) // at once, and not when the answer is written

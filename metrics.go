@@ -9,6 +9,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/control"
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/safely"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
@@ -210,6 +211,11 @@ func (*gaugeCollector) Describe(ch chan<- *prometheus.Desc) {
 // Collect implements prometheus.Collector. It sends no series twice, because
 // one such mistake would turn all of Caddy's /metrics into an error.
 func (c *gaugeCollector) Collect(ch chan<- prometheus.Metric) {
+	// Prometheus collects in a goroutine of its own, where a panic ends the process.
+	_ = safely.Do("metrics", func() { c.collect(ch) })
+}
+
+func (c *gaugeCollector) collect(ch chan<- prometheus.Metric) {
 	type limitKey struct {
 		pool, name string
 		kind       string

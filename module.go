@@ -17,8 +17,8 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
 
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/safely"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
-	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
 
 // Handler limits how many requests each user may make (rate) and have in
@@ -296,8 +296,8 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 		vars[h.entered] = true
 	}
 
-	a, err := h.attachment()
-	if err != nil {
+	a := h.attachment()
+	if a == nil {
 		return next.ServeHTTP(w, r) // cannot happen; a request must not be hurt by it
 	}
 	defer a.leave()
@@ -306,28 +306,28 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	v := h.judge(a, w, r, &t)
 	defer h.giveBack(a, &t)
 	if v.rejects() {
-		return h.reject(w, r, v, rand.Float64())
+		if ended, err := h.answer(a, w, r, v); ended {
+			return err
+		}
 	}
-	if a.pool.enter(r, v.criticality) {
-		defer a.pool.leave(v.criticality)
+	_ = safely.Do("enter", func() { t.enter(a.pool, v.criticality) })
+	if isUpgrade(r) {
+		u := &takeover{ResponseWriterWrapper: &caddyhttp.ResponseWriterWrapper{ResponseWriter: w}, tunnel: r.ProtoMajor > 1, held: t.held}
+		t.held = held{}
+		defer u.leave()
+		w = u
 	}
 	return next.ServeHTTP(w, r)
 }
 
-// attachment returns what the request shall hold while it runs. A request may
-// start after Cleanup: then it attaches anew, for itself.
-func (h *Handler) attachment() (*attachment, error) {
+// attachment returns what the request shall hold while it runs, nil after a bug.
+// A request may start after Cleanup: then it attaches anew, for itself.
+func (h *Handler) attachment() (a *attachment) {
 	if h.attached.acquire() {
-		return h.attached, nil
+		return h.attached
 	}
-	return h.attach()
-}
-
-// taken is what a request has taken and has to give back.
-type taken struct {
-	admission limiters.Admission
-	slot      shedding.Criticality // of the fleet; zero: none
-	of        *shared              // of whose fleet; nil: it was not asked
+	_ = safely.Do("attach", func() { a, _ = h.attach() })
+	return a
 }
 
 // judge decides about a request and says so to it, to metrics and to the log. A
@@ -346,24 +346,57 @@ func (h *Handler) judge(a *attachment, w http.ResponseWriter, r *http.Request, t
 				zap.Stringer("criticality", v.criticality), zap.Stringer("identity", v.identity))
 		}
 	})
-	a.pool.metrics.request(v.criticality, v.outcome)
+	if !v.rejects() {
+		h.count(a, v)
+	}
 	return v
 }
 
-// giveBack releases what a request has taken.
-func (h *Handler) giveBack(a *attachment, t *taken) {
-	h.guard(new(verdict), func() {
-		if t.of != nil {
-			if t.slot != 0 {
-				t.of.fleet.Release(t.slot)
-			}
-			t.of.leave()
-			t.of, t.slot = nil, 0
+// count counts the request by what becomes of it.
+func (h *Handler) count(a *attachment, v *verdict) {
+	h.guard(v, func() { a.pool.metrics.request(v.criticality, v.outcome) })
+}
+
+// answer rejects a request and reports whether that has ended it. After a bug
+// before the first byte it goes on to the next handler, as if nothing had been
+// decided. Of an answer that breaks off the client shall see that it does.
+func (h *Handler) answer(a *attachment, w http.ResponseWriter, r *http.Request, v *verdict) (ended bool, err error) {
+	defer func() {
+		p := recover()
+		if p == nil {
+			return
 		}
-		a.store.Release(t.admission)
-		a.store.denials.Ended(t.admission)
-		t.admission = limiters.Admission{}
-	})
+		begun := v.begun
+		if !begun || p != http.ErrAbortHandler { // which is the writer's, not ours
+			h.caught(v, p)
+		}
+		h.count(a, v)
+		if begun {
+			panic(http.ErrAbortHandler)
+		}
+		for _, field := range rejectionFields {
+			delete(w.Header(), field)
+		}
+	}()
+	err = h.reject(w, r, v, rand.Float64())
+	h.count(a, v)
+	return true, err
+}
+
+// rejectionFields are what reject sets, besides Request-Id, which hurts nobody.
+var rejectionFields = []string{
+	"Cache-Control", "Content-Length", "Content-Type", "Ratelimit", "Ratelimit-Policy",
+	"Retry-After", "Stripe-Rate-Limited-Reason", "Stripe-Should-Retry",
+}
+
+// giveBack releases what a request has taken, each part whatever becomes of the
+// others.
+func (h *Handler) giveBack(a *attachment, t *taken) {
+	t.leave()
+	admission := t.admission
+	t.admission = limiters.Admission{}
+	_ = safely.Do("release", func() { a.store.Release(admission) })
+	_ = safely.Do("release", func() { a.store.denials.Ended(admission) })
 }
 
 // guard runs code of ours. A bug in it becomes a verdict that lets the request
@@ -371,11 +404,19 @@ func (h *Handler) giveBack(a *attachment, t *taken) {
 func (h *Handler) guard(v *verdict, run func()) {
 	defer func() {
 		if p := recover(); p != nil {
-			h.complain("bug in stripe_ratelimit; requests pass, leases and claims end by themselves", zap.Any("panic", p), zap.Stack("stack"))
-			*v = verdict{outcome: outcomePanic, pool: v.pool, criticality: v.criticality, identity: v.identity}
+			h.caught(v, p)
 		}
 	}()
 	run()
+}
+
+// caught makes a bug a verdict that lets the request pass, and tells of it.
+func (h *Handler) caught(v *verdict, p any) {
+	*v = verdict{outcome: outcomePanic, pool: v.pool, criticality: v.criticality, identity: v.identity}
+	_ = safely.Do("log", func() {
+		h.complain("bug in stripe_ratelimit; requests pass, leases and claims end by themselves",
+			zap.String("panic", safely.Describe(p)), zap.Stack("stack"))
+	})
 }
 
 // complain logs what is wrong with the handler, at most once a second: it may be

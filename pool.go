@@ -14,6 +14,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"go.uber.org/zap/exp/zapslog"
 
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/safely"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/shedding"
 )
@@ -76,7 +77,7 @@ func newPool(name string) (caddy.Destructor, error) {
 	return &pool{
 		name:    name,
 		metrics: newPoolMetrics(name),
-		workers: shedding.NewWorkers(slogger(name)),
+		workers: shedding.NewWorkers(),
 		limits:  map[limitKey]*poolLimit{},
 	}, nil
 }
@@ -284,10 +285,10 @@ func (s *shared) leave() {
 // end lets go of all. The fleet ends before the store: it withdraws through it.
 func (s *shared) end() {
 	if s.fleet != nil {
-		_, _ = fleets.Delete(s.keys)
+		_ = safely.Do("end", func() { _, _ = fleets.Delete(s.keys) })
 	}
-	_, _ = stores.Delete(s.keys.store)
-	_, _ = pools.Delete(s.keys.pool)
+	_ = safely.Do("end", func() { _, _ = stores.Delete(s.keys.store) })
+	_ = safely.Do("end", func() { _, _ = pools.Delete(s.keys.pool) })
 }
 
 // attachment is a handler's hold on what its pool shares.

@@ -58,6 +58,7 @@ type verdict struct {
 
 	retryAfter int  // seconds, on rejections: what Retry-After says; reject sets it
 	closed     bool // on_store_error closed turned the store error into a 503
+	begun      bool // the answer has begun to be written
 
 	latest *verdict // of a later handler on the request's way; see annotate
 
@@ -162,6 +163,7 @@ func (h *Handler) reject(w http.ResponseWriter, r *http.Request, v *verdict, u f
 	body := e.body(h.DocURL)
 	header.Set("Content-Type", "application/json")
 	header.Set("Content-Length", strconv.Itoa(len(body)))
+	v.begun = true
 	w.WriteHeader(e.status)
 	if r.Method != http.MethodHead {
 		// It fails only if the client has gone.

@@ -368,8 +368,7 @@ func (h *Handler) shed(a *attachment, modes *shedderModes, ctx *context.Context,
 		}
 	}
 	f, mode := modes.fleet, modes.fleet.modeOf(h, inForce, "fleet")
-	// What upgrades its connection may last for days: it holds no slot.
-	if mode == control.Off || isUpgrade(r) {
+	if mode == control.Off {
 		return false, cancel
 	}
 	if !modes.of.acquire() { // the last config with the fleet has just gone
@@ -407,26 +406,16 @@ func (v *verdict) shed(a *attachment, kind string, dark bool) bool {
 	return true
 }
 
-// isUpgrade reports whether the request wants another protocol on its
-// connection, such as WebSocket.
-func isUpgrade(r *http.Request) bool { return r.Header.Get("Upgrade") != "" }
-
-// enter counts a request that goes on to the next handler, and reports whether
-// it did: one that upgrades its connection is not counted, for it may last for
-// days.
-func (p *pool) enter(r *http.Request, c shedding.Criticality) bool {
-	if isUpgrade(r) {
-		return false
-	}
-	p.count(c, 1)
+// enter counts a request that goes on to the next handler.
+func (p *pool) enter(c shedding.Criticality) {
 	p.workers.Enter()
-	return true
+	p.count(c, 1)
 }
 
 // leave takes back one enter.
 func (p *pool) leave(c shedding.Criticality) {
-	p.workers.Leave()
 	p.count(c, -1)
+	p.workers.Leave()
 }
 
 func (p *pool) count(c shedding.Criticality, n int64) {

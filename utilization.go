@@ -20,6 +20,8 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"go.uber.org/zap"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/safely"
 )
 
 func init() {
@@ -164,7 +166,7 @@ func (p *Probe) run() {
 	ticker := time.NewTicker(probeEvery)
 	defer ticker.Stop()
 	for {
-		p.ask(client)
+		_ = safely.Do("utilization", func() { p.ask(client) })
 		select {
 		case <-p.ctx.Done():
 			return
@@ -194,9 +196,12 @@ func (p *Probe) fetch(client *http.Client) (float64, error) {
 		return 0, err
 	}
 	defer res.Body.Close()
-	body, err := io.ReadAll(io.LimitReader(res.Body, probeAnswer))
+	body, err := io.ReadAll(io.LimitReader(res.Body, probeAnswer+1))
 	if err != nil {
 		return 0, err
+	}
+	if len(body) > probeAnswer {
+		return 0, fmt.Errorf("answer is longer than %d bytes", probeAnswer)
 	}
 	if res.StatusCode != http.StatusOK {
 		return 0, fmt.Errorf("answer has status %d", res.StatusCode)

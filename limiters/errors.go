@@ -26,7 +26,7 @@ var (
 	// was known to fail.
 	errBreakerOpen = errors.New("not called, because it fails")
 
-	// errPanic is returned for a bug in background work.
+	// errPanic is returned for a bug of ours, wherever it was caught.
 	errPanic = errors.New("panic")
 )
 

@@ -10,6 +10,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/safely"
 )
 
 const (
@@ -104,6 +106,12 @@ func (m *Memory) Admit(_ context.Context, asks []Ask) (Admission, error) {
 
 func (m *Memory) admitAt(now int64, asks []Ask) Admission {
 	adm := newAdmission(total(asks))
+	done := false
+	defer func() {
+		if !done { // a bug: nobody else would give back what is taken
+			m.Release(adm)
+		}
+	}()
 	for _, ask := range asks {
 		id := leaseID(time.UnixMicro(now), 0, m.nextID.Add(1))
 		allowed := m.shard(ask.Identity).admit(now, ask, id, &adm)
@@ -113,6 +121,7 @@ func (m *Memory) admitAt(now int64, asks []Ask) Admission {
 		m.Release(adm)
 		adm.leases = nil
 	}
+	done = true
 	return adm
 }
 
@@ -142,8 +151,8 @@ func (m *Memory) upkeepLoop() {
 			return
 		case <-ticker.C:
 			now := m.now()
-			for i := range m.shards {
-				m.shards[i].upkeep(now)
+			for _, shard := range m.shards { // a bug in one is none in the others
+				_ = safely.Do("upkeep", func() { shard.upkeep(now) })
 			}
 		}
 	}

@@ -153,7 +153,7 @@ func newRedis(o RedisOptions) *Redis {
 }
 
 // Admit implements Store.
-func (r *Redis) Admit(ctx context.Context, asks []Ask) (Admission, error) {
+func (r *Redis) Admit(ctx context.Context, asks []Ask) (adm Admission, failed error) {
 	// A client that goes away does not cancel the call: its answer is needed
 	// to know what was taken, and a cut connection costs more than the reply.
 	start := time.Now()
@@ -182,8 +182,13 @@ func (r *Redis) Admit(ctx context.Context, asks []Ask) (Admission, error) {
 		}
 	}
 
-	adm := Admission{Allowed: true, Results: make([]Result, 0, total(asks))}
-	var failed error
+	adm = Admission{Allowed: true, Results: make([]Result, 0, total(asks))}
+	done := false
+	defer func() {
+		if !done { // a bug: nobody else would give back what is taken
+			r.Release(adm)
+		}
+	}()
 	for i := range calls {
 		if err := r.conclude(start, &calls[i], &adm); err != nil {
 			failed = err
@@ -194,6 +199,7 @@ func (r *Redis) Admit(ctx context.Context, asks []Ask) (Admission, error) {
 		adm.leases = nil
 	}
 	r.observe("admit", time.Since(start), failed)
+	done = true
 	return adm, failed
 }
 
@@ -284,6 +290,9 @@ func (r *Redis) conclude(start time.Time, c *admitCall, adm *Admission) error {
 	for i, check := range c.ask.Checks {
 		if c.err == nil {
 			results[i], c.err = check.Limit.result(c.reply[1+2*i], c.reply[2+2*i])
+			if !check.Dark && results[i].Outcome == NotEvaluated {
+				c.err = errShape // which only dark checks are
+			}
 			allowed = allowed && (check.Dark || results[i].Outcome == Allowed)
 		}
 	}

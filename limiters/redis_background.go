@@ -5,12 +5,13 @@ package limiters
 import (
 	"context"
 	"fmt"
-	"runtime/debug"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/redis/go-redis/v9"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/safely"
 )
 
 const (
@@ -28,14 +29,11 @@ const (
 
 // safely runs background work. A bug in it must not end the process.
 func (r *Redis) safely(operation string, work func() error) (err error) {
-	defer func() {
-		if v := recover(); v != nil {
-			err = fmt.Errorf("%w in %s: %v\n%s", errPanic, operation, v, debug.Stack())
-			defer func() { _ = recover() }() // observe may be the culprit
-			r.observe(operation, 0, err)
-		}
-	}()
-	return work()
+	if bug := safely.Do(operation, func() { err = work() }); bug != nil {
+		err = fmt.Errorf("%w: %w", errPanic, bug)
+		_ = safely.Do(operation, func() { r.observe(operation, 0, err) })
+	}
+	return err
 }
 
 // flushLoop sends releases: at once, and while that is under way gathers what
@@ -146,7 +144,7 @@ func (r *Redis) release(ctx context.Context, now time.Time, leases []*lease) (so
 	}
 	var wg sync.WaitGroup
 	for to, node := range byNode {
-		wg.Go(func() { r.exec(ctx, to, node.commands) })
+		wg.Go(func() { r.execSafely(ctx, to, node.commands) })
 	}
 	wg.Wait()
 	for _, node := range byNode {

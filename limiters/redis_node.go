@@ -13,6 +13,7 @@ import (
 
 	"github.com/redis/go-redis/v9"
 
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/safely"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/lua"
 )
 
@@ -98,6 +99,15 @@ func newCommand(ctx context.Context, firstKey int8, args []any) *command {
 	cmd := scriptCmd{redis.NewIntSliceCmd(ctx, args...)}
 	cmd.SetFirstKeyPos(firstKey)
 	return &command{Cmder: cmd}
+}
+
+// execSafely is exec in a goroutine of its own.
+func (r *Redis) execSafely(ctx context.Context, to target, commands []*command) {
+	if bug := safely.Do("release", func() { r.exec(ctx, to, commands) }); bug != nil {
+		for _, c := range commands {
+			c.SetErr(fmt.Errorf("%w: %w", errPanic, bug))
+		}
+	}
 }
 
 // exec sends commands to a node in one round trip, unless its breaker is open.
@@ -307,7 +317,11 @@ func weed(client *redis.Client, timeout time.Duration) error {
 	var wg sync.WaitGroup
 	for i := range n {
 		conns[i] = client.Conn() // held until all are, so that each is another one
-		wg.Go(func() { errs[i] = conns[i].Time(ctx).Err() })
+		wg.Go(func() {
+			if bug := safely.Do("probe", func() { errs[i] = conns[i].Time(ctx).Err() }); bug != nil {
+				errs[i] = bug
+			}
+		})
 	}
 	wg.Wait()
 	for i := range n {

@@ -4,11 +4,13 @@ package limiters
 
 import (
 	"context"
+	"fmt"
 	"sync"
 	"time"
 
 	"github.com/redis/go-redis/v9"
 
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/safely"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/lua"
 )
 
@@ -71,15 +73,25 @@ func (c *scriptCall) mayHaveRun() bool { return !c.sent.IsZero() && mayHaveRun(c
 // run sends the calls in one round trip, all within the deadline of ctx.
 func (r *Redis) run(ctx context.Context, calls ...*scriptCall) {
 	if r.cluster == nil || len(calls) == 1 {
-		r.runTogether(ctx, calls)
+		r.runSafely(ctx, calls)
 		return
 	}
 	// Each for itself, so that a node which fails costs the others nothing.
 	var wg sync.WaitGroup
 	for i := range calls {
-		wg.Go(func() { r.runTogether(ctx, calls[i:i+1]) })
+		wg.Go(func() { r.runSafely(ctx, calls[i:i+1]) })
 	}
 	wg.Wait()
+}
+
+// runSafely is runTogether, after a bug in which nobody knows what the calls have
+// taken, so that it is given back.
+func (r *Redis) runSafely(ctx context.Context, calls []*scriptCall) {
+	if bug := safely.Do("script", func() { r.runTogether(ctx, calls) }); bug != nil {
+		for _, c := range calls {
+			c.sent, c.err = time.Now(), fmt.Errorf("%w: %w", errPanic, bug)
+		}
+	}
 }
 
 // runTogether sends calls to one node, and again those that a reply proves not

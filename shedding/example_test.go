@@ -39,7 +39,7 @@ func ExampleRamp() {
 
 // A worker shedder around the serving of a request.
 func ExampleWorkers() {
-	workers := shedding.NewWorkers(slog.Default())
+	workers := shedding.NewWorkers()
 	defer workers.Close()
 	workers.Set(shedding.WorkersSettings{Ramp: shedding.DefaultRamp(), Count: 64})
 

@@ -7,11 +7,12 @@ import (
 	"crypto/rand"
 	"encoding/hex"
 	"errors"
-	"fmt"
 	"log/slog"
 	mathrand "math/rand/v2"
 	"sync"
 	"time"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/safely"
 )
 
 // Fleet keeps a part of the fleet's capacity for critical requests: over all
@@ -252,7 +253,7 @@ func (f *Fleet) run() {
 	for {
 		select {
 		case <-f.stop:
-			f.withdraw()
+			_ = safely.Do("beat", f.withdraw)
 			return
 		case <-beat.C:
 		case <-f.wake:
@@ -261,38 +262,60 @@ func (f *Fleet) run() {
 	}
 }
 
-// once does one sync and returns how long to wait for the next beat.
+// once does one sync and returns how long to wait for the next beat. After a bug
+// in it, as after any failure, nobody asks before the next beat.
 func (f *Fleet) once() time.Duration {
-	sent := time.Now()
-	f.mu.Lock()
-	fl := f.takeNextLocked()
-	waiting := int64(0)
-	if fl != nil {
-		waiting = fl.waiting
-	}
-	request := f.share.request(sent, waiting)
-	timeout := f.share.settings.timeout()
-	f.mu.Unlock()
+	fl := f.takeNext()
+	bug := safely.Do("beat", func() { f.exchange(fl) })
 
-	reply, err := f.call(timeout, request)
-
-	if reply.Drift > 0 {
-		f.log.Warn("the fleet's totals were wrong and have been rebuilt", "difference", reply.Drift)
-	}
-	now := time.Now()
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if err != nil {
-		f.share.fail(err)
-	} else {
-		f.share.reply(request, sent, now, reply, mathrand.Float64())
+	if bug != nil {
+		f.share.fail(bug)
 	}
+	now := time.Now()
 	f.landLocked(now, fl, f.share.err)
 	if f.share.err != nil || now.Before(f.share.holdUntil) {
 		// Who came meanwhile need not ask what has just been answered.
 		f.landLocked(now, f.takeNextLocked(), f.share.err)
 	}
 	return f.share.nextBeat(mathrand.Float64())
+}
+
+// exchange brings the fleet what this instance has to say, for the requests that
+// wait for fl, too, and takes down the answer.
+func (f *Fleet) exchange(fl *flight) {
+	sent := time.Now()
+	request, timeout := f.request(sent, fl)
+	reply, err := f.call(timeout, request)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if err != nil {
+		f.share.fail(err)
+		return
+	}
+	f.share.reply(request, sent, time.Now(), reply, mathrand.Float64())
+	if reply.Drift > 0 {
+		f.log.Warn("the fleet's totals were wrong and have been rebuilt", "difference", reply.Drift)
+	}
+}
+
+// request returns what to tell the fleet, and how long that may take.
+func (f *Fleet) request(now time.Time, fl *flight) (SyncRequest, time.Duration) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	waiting := int64(0)
+	if fl != nil {
+		waiting = fl.waiting
+	}
+	return f.share.request(now, waiting), f.share.settings.timeout()
+}
+
+// takeNext takes the flight that is waiting.
+func (f *Fleet) takeNext() *flight {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.takeNextLocked()
 }
 
 // takeNextLocked takes the flight that is waiting, and the wake that it sent.
@@ -308,26 +331,28 @@ func (f *Fleet) takeNextLocked() *flight {
 
 // withdraw tells the fleet that this instance is no more.
 func (f *Fleet) withdraw() {
+	request, timeout := f.farewell()
+	if _, err := f.call(timeout, request); err != nil {
+		f.log.Info("could not withdraw from the fleet; the claim ends by itself", "error", err)
+	}
+}
+
+func (f *Fleet) farewell() (SyncRequest, time.Duration) {
 	f.mu.Lock()
+	defer f.mu.Unlock()
 	f.landLocked(time.Now(), f.takeNextLocked(), errClosed)
 	request := f.share.request(time.Now(), 0)
 	request.Leave = true
 	f.share.limit = 0
-	timeout := f.share.settings.timeout()
-	f.mu.Unlock()
-	if _, err := f.call(timeout, request); err != nil {
-		f.log.Info("could not withdraw from the fleet; the claim ends by itself", "error", err)
-	}
+	return request, f.share.settings.timeout()
 }
 
 // call brings a request to the fleet and survives what goes wrong there.
 func (f *Fleet) call(timeout time.Duration, request SyncRequest) (reply SyncReply, err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
-	defer func() {
-		if r := recover(); r != nil {
-			err = fmt.Errorf("fleet sync: panic: %v", r)
-		}
-	}()
-	return f.sync(ctx, request)
+	if bug := safely.Do("fleet_sync", func() { reply, err = f.sync(ctx, request) }); bug != nil {
+		return SyncReply{}, bug
+	}
+	return reply, err
 }

@@ -4,6 +4,7 @@ package shedding
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 )
@@ -75,12 +76,33 @@ type SyncReply struct {
 // replySize is how many integers a whole reply has.
 const replySize = 16
 
-// ParseSyncReply makes sense of the integers that the script returned.
+// What a reply may say. A number beyond these is no answer: it would shut an
+// instance, or keep it from asking again, for ever.
+const (
+	maxReplyCount = 1 << 46      // slots, requests and instances, with room to multiply by 100
+	maxReplyTime  = 1 << 53      // µs of server time
+	maxReplyWait  = 3600_000_000 // µs of a beat and a hold
+)
+
+// ParseSyncReply makes sense of the integers that the script returned. It fails
+// on a reply of another size, and on one with numbers that no fleet has.
 func ParseSyncReply(reply []int64) (SyncReply, error) {
 	switch len(reply) {
 	case 1:
+		if err := between("time", 0, maxReplyTime, reply[0]); err != nil {
+			return SyncReply{}, err
+		}
 		return SyncReply{Now: reply[0], Ignored: true}, nil
 	case replySize:
+		if err := errors.Join(
+			between("time", 0, maxReplyTime, reply[0], reply[5], reply[6]),
+			between("beat", minBeat.Microseconds(), maxReplyWait, reply[3]),
+			between("hold", 0, maxReplyWait, reply[4]),
+			between("number of slots", 0, maxReplyCount, reply[1], reply[2], reply[7], reply[8]),
+			between("total", -maxReplyCount, maxReplyCount, reply[9:15]...), // wrong ones are rebuilt
+		); err != nil {
+			return SyncReply{}, err
+		}
 		return SyncReply{
 			Now:   reply[0],
 			Claim: reply[1], Limit: reply[2],
@@ -93,4 +115,14 @@ func ParseSyncReply(reply []int64) (SyncReply, error) {
 		}, nil
 	}
 	return SyncReply{}, fmt.Errorf("fleet sync: reply of %d integers, want 1 or %d", len(reply), replySize)
+}
+
+// between fails unless all numbers are between least and most.
+func between(what string, least, most int64, numbers ...int64) error {
+	for _, n := range numbers {
+		if n < least || n > most {
+			return fmt.Errorf("fleet sync: reply with a %s of %d", what, n)
+		}
+	}
+	return nil
 }

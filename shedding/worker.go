@@ -3,12 +3,12 @@
 package shedding
 
 import (
-	"fmt"
-	"log/slog"
 	"math"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/safely"
 )
 
 // WorkersSettings are the numbers of a worker shedder.
@@ -34,7 +34,6 @@ type WorkersSettings struct {
 // trades for its calm is speed: it is no protection from a burst, only from
 // overload that lasts for half a minute.
 type Workers struct {
-	log    *slog.Logger
 	level  atomic.Uint64 // the bits of a Level: what requests read
 	stop   chan struct{}
 	ended  chan struct{}
@@ -55,11 +54,9 @@ type WorkersStatus struct {
 	Level       Level
 }
 
-// NewWorkers returns a worker shedder that counts and sheds nothing. It logs to
-// log what goes wrong.
-func NewWorkers(log *slog.Logger) *Workers {
+// NewWorkers returns a worker shedder that counts and sheds nothing.
+func NewWorkers() *Workers {
 	return &Workers{
-		log:         log,
 		stop:        make(chan struct{}),
 		ended:       make(chan struct{}),
 		inFlight:    gauge{at: time.Now()},
@@ -76,7 +73,7 @@ func (w *Workers) Set(s WorkersSettings) {
 	if !w.running {
 		w.running = true
 		w.inFlight.mean(time.Now()) // start a second
-		go w.run()
+		go w.run(w.sample)
 	}
 }
 
@@ -128,7 +125,7 @@ func (w *Workers) Status() WorkersStatus {
 }
 
 // run samples once a second until Close.
-func (w *Workers) run() {
+func (w *Workers) run(sample func(now time.Time)) {
 	defer close(w.ended)
 	ticker := time.NewTicker(time.Second)
 	defer ticker.Stop()
@@ -137,17 +134,13 @@ func (w *Workers) run() {
 		case <-w.stop:
 			return
 		case <-ticker.C:
-			w.sample(time.Now())
+			_ = safely.Do("sampler", func() { sample(time.Now()) })
 		}
 	}
 }
 
 func (w *Workers) sample(now time.Time) {
-	w.mu.Lock()
-	mean := w.inFlight.mean(now)
-	settings := w.settings
-	w.mu.Unlock()
-
+	settings, mean := w.mean(now)
 	utilization := w.read(settings, mean) // foreign code: not under the lock
 
 	w.mu.Lock()
@@ -157,18 +150,21 @@ func (w *Workers) sample(now time.Time) {
 	w.level.Store(math.Float64bits(float64(w.state.Level)))
 }
 
+// mean returns the mean of the last second.
+func (w *Workers) mean(now time.Time) (WorkersSettings, float64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.settings, w.inFlight.mean(now)
+}
+
 // read returns the utilization. A source that panics does not know it.
-func (w *Workers) read(s WorkersSettings, mean float64) (utilization float64) {
-	defer func() {
-		if r := recover(); r != nil {
-			utilization = math.NaN()
-			w.log.Error("reading the utilization panicked", "error", fmt.Sprint(r))
-		}
-	}()
-	if s.Utilization != nil {
-		return s.Utilization()
+func (w *Workers) read(s WorkersSettings, mean float64) float64 {
+	if s.Utilization == nil {
+		return mean / float64(s.Count)
 	}
-	return mean / float64(s.Count)
+	utilization := math.NaN()
+	_ = safely.Do("utilization", func() { utilization = s.Utilization() })
+	return utilization
 }
 
 // gauge is a count with its mean over time. It is not safe for concurrent use.

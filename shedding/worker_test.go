@@ -3,21 +3,22 @@
 package shedding
 
 import (
-	"bytes"
 	"log/slog"
 	"math"
-	"strings"
+	"slices"
 	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/safely"
 )
 
 var quiet = slog.New(slog.DiscardHandler)
 
 // countTo10 returns a worker shedder for 10 requests at once with the default ramp.
 func countTo10(t *testing.T) *Workers {
-	w := NewWorkers(quiet)
+	w := NewWorkers()
 	t.Cleanup(w.Close)
 	w.Set(WorkersSettings{Ramp: DefaultRamp(), Count: 10})
 	return w
@@ -119,8 +120,10 @@ func TestWorkers_NewSettingsKeepLevelAndCount(t *testing.T) {
 
 func TestWorkers_OtherSource(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var log bytes.Buffer
-		w := NewWorkers(slog.New(slog.NewTextHandler(&log, nil)))
+		var caught []string
+		safely.Report = func(b *safely.Bug) { caught = append(caught, b.Error()) }
+		defer func() { safely.Report = func(*safely.Bug) {} }()
+		w := NewWorkers()
 		defer w.Close()
 		source := func(read func() float64) {
 			w.Set(WorkersSettings{Ramp: DefaultRamp(), Utilization: read})
@@ -136,8 +139,8 @@ func TestWorkers_OtherSource(t *testing.T) {
 		if got := w.Level(); got != before {
 			t.Errorf("a source that panics moves the level from %v to %v", before, got)
 		}
-		if n := strings.Count(log.String(), "out of order"); n != 10 {
-			t.Errorf("%d of 10 panics in the log:\n%s", n, log.String())
+		if want := slices.Repeat([]string{"panic in utilization: out of order"}, 10); !slices.Equal(caught, want) {
+			t.Errorf("reported: %q, want 10 panics", caught)
 		}
 		if got := w.Status().Utilization; !math.IsNaN(got) {
 			t.Errorf("utilization %v, want not known", got)
@@ -152,7 +155,7 @@ func TestWorkers_OtherSource(t *testing.T) {
 
 func TestWorkers_WithoutAnyMeasure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		w := NewWorkers(quiet)
+		w := NewWorkers()
 		defer w.Close()
 		w.Set(WorkersSettings{Ramp: DefaultRamp()}) // neither count nor source
 		enter(w, 5)
@@ -165,7 +168,7 @@ func TestWorkers_WithoutAnyMeasure(t *testing.T) {
 
 func TestWorkers_BeforeSet(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		w := NewWorkers(quiet)
+		w := NewWorkers()
 		enter(w, 1000)
 		after(time.Hour)
 		if w.Shed(TestMode, 0) || w.Status().InFlight != 1000 {
@@ -203,7 +206,7 @@ func TestWorkers_Close(t *testing.T) {
 			t.Errorf("Set after Close starts it again: %v to %v", before, got)
 		}
 	})
-	w := NewWorkers(quiet)
+	w := NewWorkers()
 	w.Close() // never started: must not hang
 }
 
@@ -227,7 +230,7 @@ func TestWorkers_CountsConcurrently(t *testing.T) {
 }
 
 func BenchmarkWorkers(b *testing.B) {
-	w := NewWorkers(quiet)
+	w := NewWorkers()
 	b.ReportAllocs()
 	b.RunParallel(func(pb *testing.PB) {
 		for pb.Next() {

@@ -13,10 +13,6 @@ var (
 		"Switches that were set, cleared or have expired, as this instance has noticed."),
 		[]string{"action"})
 
-	panicsTotal = prometheus.NewCounterVec(counterOpts("panics_total",
-		"Bugs of this module that were caught outside of requests."),
-		[]string{"where"})
-
 	switchesDesc = gaugeDesc("switches",
 		"Run-time switches in force on this instance.", "scope", "mode")
 
@@ -30,7 +26,6 @@ var (
 )
 
 func init() {
-	panicsTotal.WithLabelValues("control")
 	for _, action := range []control.Action{control.WasSet, control.WasCleared, control.HasExpired} {
 		switchChangesTotal.WithLabelValues(string(action))
 	}

@@ -20,7 +20,7 @@ var bugs everySecond
 
 func init() {
 	for _, where := range []string{
-		"attach", "beat", "end", "enter", "fleet_sync", "log", "metrics", "probe",
+		"attach", "beat", "control", "end", "enter", "fleet_sync", "log", "metrics", "probe",
 		"release", "renew", "sampler", "script", "upkeep", "utilization",
 	} {
 		panicsTotal.WithLabelValues(where)

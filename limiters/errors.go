@@ -55,7 +55,7 @@ func nodeFailed(err error) bool {
 
 // isScriptKill reports whether somebody ended the script that kept a server busy:
 // one call has failed, and the next will not.
-func isScriptKill(err error) bool { return strings.Contains(err.Error(), "SCRIPT KILL") }
+func isScriptKill(err error) bool { return strings.Contains(err.Error(), "killed by user") }
 
 // isDial reports whether the server could not be reached in the first place.
 func isDial(err error) bool {

@@ -380,6 +380,13 @@ func TestReason(t *testing.T) {
 		{answer("NOPERM this user has no permissions"), "auth", false},
 		{answer("ERR The user executing the script can't run this command or subcommand script: e45d"), "auth", false},
 		{answer("BUSY Redis is busy running a script."), "busy", false},
+		{answer("BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE."), "busy", false},
+		{answer("ERR Error running script (call to f_ab): Script killed by user with SCRIPT KILL."), "busy", false},
+		{answer("MISCONF Redis is configured to save RDB snapshots"), "readonly", false},
+		{answer("NOREPLICAS Not enough good replicas to write."), "readonly", false},
+		{answer("ERR max number of clients reached"), "connection", false},
+		{fmt.Errorf("admit: %w: 127.0.0.1:1", errBreakerOpen), "breaker_open", false},
+		{answer("TRYAGAIN Multiple keys request during rehashing of slot"), "cluster", false},
 		{answer("CLUSTERDOWN The cluster is down"), "cluster", false},
 		{answer("MOVED 1 127.0.0.1:7000"), "cluster", false},
 		{answer("WRONGTYPE Operation against a key"), "wrong_type", false},
@@ -393,6 +400,33 @@ func TestReason(t *testing.T) {
 		}
 		if got := mayHaveRun(c.err); got != c.mayHaveRun {
 			t.Errorf("mayHaveRun(%v): got %v, want %v", c.err, got, c.mayHaveRun)
+		}
+	}
+}
+
+// A breaker opens for what is wrong with a node, and not for what one call, one key
+// or one caller ran into.
+func TestNodeFailed(t *testing.T) {
+	cases := map[string]bool{
+		"LOADING x": true, "READONLY x": true, "MISCONF x": true, "NOREPLICAS x": true, "OOM x": true,
+		"NOAUTH x": true, "WRONGPASS x": true, "NOPERM x": true, "CLUSTERDOWN x": true,
+		"BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.": true,
+		"ERR Error running script: Script killed by user with SCRIPT KILL.":                      false,
+		"WRONGTYPE x": false, "MOVED 1 127.0.0.1:1": false, "ASK 1 127.0.0.1:1": false, "TRYAGAIN x": false,
+		"CROSSSLOT x": false, "NOSCRIPT x": false, "ERR x": false,
+	}
+	for text, want := range cases {
+		if got := nodeFailed(redisError(text)); got != want {
+			t.Errorf("%s: got %v, want %v", text, got, want)
+		}
+	}
+	for err, want := range map[error]bool{
+		context.DeadlineExceeded: true, redis.ErrPoolTimeout: true, io.EOF: true,
+		context.Canceled: false, redis.Nil: false, redis.ErrClosed: false,
+		errShape: false, errLate: false, errBreakerOpen: false,
+	} {
+		if got := nodeFailed(err); got != want {
+			t.Errorf("%v: got %v, want %v", err, got, want)
 		}
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"sync"
 	"testing"
+	"time"
 )
 
 // Proxy stands between a client and a server (of any protocol) and plays the
@@ -24,6 +25,9 @@ type Proxy struct {
 	links     map[*link]struct{}
 	accepted  int
 	cut       int // replies that are still to be cut
+	cutEvery  int // this many replies, one is cut; 0: none
+	replies   int // since cutEvery was set
+	delay     time.Duration
 	blackhole bool
 }
 
@@ -63,6 +67,20 @@ func (p *Proxy) CutReplies(n int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.cut = n
+}
+
+// CutEvery is CutReplies(1) for each nth reply from now on; 0 ends it.
+func (p *Proxy) CutEvery(n int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.cutEvery, p.replies = n, 0
+}
+
+// Delay makes each reply come so much later, until it is set to 0.
+func (p *Proxy) Delay(d time.Duration) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.delay = d
 }
 
 // Blackhole makes all bytes vanish while it is on; connections stay open and
@@ -176,10 +194,11 @@ func (p *Proxy) carry(l *link, from, to net.Conn) {
 		if err != nil {
 			return
 		}
-		pass, cut := p.fate(l, from == l.server)
+		pass, cut, delay := p.fate(l, from == l.server)
 		if cut {
 			return
 		}
+		time.Sleep(delay)
 		if !pass {
 			continue
 		}
@@ -190,18 +209,24 @@ func (p *Proxy) carry(l *link, from, to net.Conn) {
 }
 
 // fate decides what becomes of bytes that were read.
-func (p *Proxy) fate(l *link, reply bool) (pass, cut bool) {
+func (p *Proxy) fate(l *link, reply bool) (pass, cut bool, delay time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if reply {
+		p.replies++
+		delay = p.delay
+	}
 	switch {
+	case reply && p.cutEvery > 0 && p.replies%p.cutEvery == 0:
+		return false, true, 0
 	case reply && p.cut > 0:
 		p.cut--
-		return false, true
+		return false, true, 0
 	case p.blackhole || l.stranded:
 		l.lossy = true
-		return false, false
+		return false, false, 0
 	}
 	// After a hole in the stream nothing may pass, or a reply would be taken
 	// for that to another command. Blackhole(false) closes such a link.
-	return !l.lossy, false
+	return !l.lossy, false, delay
 }

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"net/http"
 	"time"
 
@@ -255,6 +256,9 @@ var setOverride = operated(func(ctx context.Context, o *operator, r *http.Reques
 		Target: in.target(), Identity: id.String(), Note: note,
 		Requests: in.Requests, Burst: in.Burst, Capacity: in.Capacity,
 	}
+	if l, err := o.limit(set.Target); err == nil && l.Kind == limiters.Rate {
+		set.Requests, set.Burst = inProportion(l, set.Requests, set.Burst)
+	}
 	done, err := o.setOverride(ctx, set, ttl)
 	answer, err := o.answer(done, err, false, fmt.Sprintf("%s is overridden for %s, for %s,", set.Target, set.Identity, in.TTL))
 	if err == nil {
@@ -267,6 +271,19 @@ var setOverride = operated(func(ctx context.Context, o *operator, r *http.Reques
 	}
 	return answer, err
 })
+
+// inProportion fills in what an override of a rate does not say: the same
+// requests, or a burst that is as many times larger or smaller.
+func inProportion(l *limiters.Limit, requests, burst int64) (int64, int64) {
+	switch {
+	case requests == 0 && burst > 0:
+		requests = l.Requests
+	case burst == 0 && requests > 0:
+		scaled := math.Ceil(float64(l.Capacity) / float64(l.Requests) * float64(requests))
+		burst = max(l.Cost, int64(min(scaled, limiters.MaxRequestsPerSecond*24*60*60)))
+	}
+	return requests, burst
+}
 
 var clearOverride = operated(func(ctx context.Context, o *operator, r *http.Request) (any, error) {
 	var in overrideRequest

@@ -77,7 +77,7 @@ func newInspectedLimit(found *inspected) inspectedLimit {
 	l := found.Limit
 	shown := inspectedLimit{
 		Pool: l.Pool, Kind: l.Kind.String(), Limit: l.Name,
-		Numbers: describe(l), Mode: found.Mode.String(),
+		Numbers: numbersOf(l), Mode: found.Mode.String(),
 		NextAllowed: found.NextAllowed.Seconds(), Override: found.Override,
 	}
 	if l.Kind == limiters.Rate {

@@ -215,12 +215,12 @@ func (c *client) printOverrides(overrides []control.Override) {
 	c.printf("Overrides\n")
 	rows := [][]string{{"TARGET", "IDENTITY", "NUMBERS", "ENDS", "ACTOR", "REASON"}}
 	for _, o := range overrides {
-		rows = append(rows, []string{o.Target.String(), o.Identity, numbersOf(&o), ends(o.Until), o.Actor, o.Reason})
+		rows = append(rows, []string{o.Target.String(), o.Identity, overriddenTo(&o), ends(o.Until), o.Actor, o.Reason})
 	}
 	c.table(rows...)
 }
 
-func numbersOf(o *control.Override) string {
+func overriddenTo(o *control.Override) string {
 	if o.Capacity > 0 {
 		return fmt.Sprintf("%d in progress", o.Capacity)
 	}

@@ -149,11 +149,7 @@ func (p *pool) status(inForce *inForce) poolStatus {
 		if i < 0 {
 			continue // a reload has just taken it away
 		}
-		words := describe(l)
-		if l.Kind == limiters.Rate {
-			words += fmt.Sprintf(" burst %d", l.Capacity)
-		}
-		s.Limits = append(s.Limits, newLimitStatus(p.name, shown[i], words, inForce))
+		s.Limits = append(s.Limits, newLimitStatus(p.name, shown[i], numbersOf(l), inForce))
 	}
 	modes := p.shedders.Load()
 	if modes == nil {
@@ -168,6 +164,14 @@ func (p *pool) status(inForce *inForce) poolStatus {
 		s.Workers = newWorkersStatus(p.workers.Status())
 	}
 	return s
+}
+
+// numbersOf says the numbers of a limit in words.
+func numbersOf(l *limiters.Limit) string {
+	if l.Kind == limiters.Rate {
+		return fmt.Sprintf("%s burst %d", describe(l), l.Capacity)
+	}
+	return describe(l)
 }
 
 func newLimitStatus(pool string, g limitGauge, words string, inForce *inForce) limitStatus {

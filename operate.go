@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"slices"
 	"strings"
 	"time"
@@ -158,10 +159,38 @@ func (o *operator) identityOf(source string, values ...string) (limiters.Identit
 	if err != nil {
 		return limiters.Identity{}, err
 	}
+	if sources[0].word == sourceClientIP && len(values) == 1 {
+		addr, err := parseClientAddr(values[0])
+		if err != nil {
+			return limiters.Identity{}, err
+		}
+		values = []string{addr.String()}
+	}
 	if want := max(1, len(sources[0].placeholders)); len(values) != want || slices.Contains(values, "") {
 		return limiters.Identity{}, fmt.Errorf("key source '%s' takes %d values, none of them empty", source, want)
 	}
 	return o.app.hasher.identity(sources[0].word, values...), nil
+}
+
+// parseClientAddr reads what requests from an address are counted under: the
+// address, and of IPv6 the network, of 64 bits unless it is written with another
+// number of them, as ipv6_prefix may have.
+func parseClientAddr(text string) (netip.Addr, error) {
+	if network, err := netip.ParsePrefix(text); err == nil {
+		if network.Addr().Is4() && network.Bits() != 32 {
+			return netip.Addr{}, fmt.Errorf("'%s' is a network; each IPv4 address is counted for itself", text)
+		}
+		return network.Masked().Addr(), nil
+	}
+	addr, err := netip.ParseAddr(text)
+	if err != nil {
+		return addr, fmt.Errorf("'%s' is no client address", text)
+	}
+	if addr = addr.Unmap(); addr.Is4() {
+		return addr, nil
+	}
+	network, err := addr.Prefix(64)
+	return network.Addr(), err
 }
 
 // inspected is what is known of an identity and a limit.

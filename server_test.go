@@ -73,12 +73,13 @@ func (*gate) ServeHTTP(w http.ResponseWriter, r *http.Request, _ caddyhttp.Handl
 type server struct {
 	t    *testing.T
 	port int
+	data string // Caddy's storage: what one test switches is nothing to another
 	hold *http.Client
 }
 
 func newServer(t *testing.T) *server {
 	t.Helper()
-	s := &server{t: t, port: redistest.FreePort(t), hold: &http.Client{}}
+	s := &server{t: t, port: redistest.FreePort(t), data: t.TempDir(), hold: &http.Client{}}
 	t.Cleanup(func() {
 		s.hold.CloseIdleConnections()
 		if err := caddy.Stop(); err != nil {
@@ -91,7 +92,7 @@ func newServer(t *testing.T) *server {
 // config adapts a global option block and what a site has in it.
 func (s *server) config(global, site string) []byte {
 	s.t.Helper()
-	text := fmt.Sprintf("{\n\tadmin off\n\tpersist_config off\n\tauto_https off\n\tskip_install_trust\n\torder test_gate last\n%s\n}\nhttp://127.0.0.1:%d {\n%s\n\ttest_gate\n}\n", global, s.port, site)
+	text := fmt.Sprintf("{\n\tadmin off\n\tpersist_config off\n\tauto_https off\n\tskip_install_trust\n\tstorage file_system %s\n\torder test_gate last\n%s\n}\nhttp://127.0.0.1:%d {\n%s\n\ttest_gate\n}\n", s.data, global, s.port, site)
 	adapted, _, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte(text), map[string]any{"filename": "Caddyfile"})
 	if err != nil {
 		s.t.Fatalf("adapt: %v\n%s", err, text)

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"net/http"
 	"net/http/httptest"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -271,5 +272,52 @@ func decodeAnswer(t *testing.T, text string, v any) {
 	t.Helper()
 	if err := json.Unmarshal([]byte(text), v); err != nil {
 		t.Fatalf("%v in %s", err, text)
+	}
+}
+
+// What docs/admin-api.md shows works as it stands, and is answered in the form
+// that it shows.
+func TestAdmin_Documentation(t *testing.T) {
+	s := newServer(t)
+	s.load(app(nil), testPools)
+	strictly := func(text string, v any) {
+		t.Helper()
+		d := json.NewDecoder(strings.NewReader(text))
+		d.DisallowUnknownFields()
+		if err := d.Decode(v); err != nil {
+			t.Errorf("%v in\n%s", err, text)
+		}
+	}
+	text := readFile(t, "docs/admin-api.md")
+	request := regexp.MustCompile("(?s)curl -X (\\w+) localhost:2019/stripe_ratelimit/(\\S+) [^\n]*\n  -d '([^\n]*)'\n```\n+```json\n(.*?)```")
+	found := request.FindAllStringSubmatch(text, -1)
+	if len(found) != 4 {
+		t.Fatalf("got %d requests, want 4", len(found))
+	}
+	for _, m := range found {
+		shown, answer := any(new(changeAnswer)), any(new(changeAnswer))
+		if m[2] == "keys/inspect" {
+			shown, answer = new(inspection), new(inspection)
+		}
+		strictly(m[4], shown)
+		strictly(mustAsk(t, m[1], m[2], m[3]), answer)
+		shape := regexp.MustCompile(`[0-9a-f]{32}`)
+		if c, ok := answer.(*changeAnswer); ok { // whose words depend on the store
+			got := shape.ReplaceAllString(c.Message, "…")
+			want := shape.ReplaceAllString(shown.(*changeAnswer).Message, "…")
+			if got = strings.Replace(got, "on this instance", "on every instance within half a second", 1); got != want {
+				t.Errorf("%s: got %q, want %q", m[2], got, want)
+			}
+		}
+	}
+	example := regexp.MustCompile("(?s)## Status\n.*?```json\n(.*?)```").FindStringSubmatch(text)
+	strictly(example[1], new(status))
+	strictly(mustAsk(t, "GET", "status", ""), new(status))
+	for path, methods := range endpoints {
+		for method := range methods {
+			if !strings.Contains(text, "`"+method+" "+adminBase+path+"`") {
+				t.Errorf("there is no %s %s", method, path)
+			}
+		}
 	}
 }

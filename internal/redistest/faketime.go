@@ -3,6 +3,7 @@
 package redistest
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -14,8 +15,9 @@ import (
 )
 
 // FakeServer is a redis-server whose wall clock stands still until SetTime moves
-// it, to the microsecond and in either direction: TIME, the expiry of keys and
-// PTTL follow it, inside scripts and outside. Its timers run on real time.
+// it, to the microsecond and in either direction, or runs from SetOffset on: TIME,
+// the expiry of keys and PTTL follow it, inside scripts and outside. Its timers
+// run on real time.
 type FakeServer struct {
 	*Server
 
@@ -38,15 +40,26 @@ func StartFakeTime(t testing.TB, args ...string) *FakeServer {
 	start := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 	s.write(start)
 	s.startOnFreePort("--port", args...)
-	// What libfaketime would share with child processes and leaves behind when
-	// it is killed. Only its names are needed no more.
+	s.unshare()
+	s.rdb = s.Client()
+	s.SetTime(start)
+	return s
+}
+
+// unshare removes what libfaketime would share with child processes and leaves
+// behind when it is killed. Only its names are needed no more.
+func (s *FakeServer) unshare() {
 	shared, _ := filepath.Glob("/dev/shm/*faketime_s*_" + strconv.Itoa(s.cmd.Process.Pid))
 	for _, name := range shared {
 		_ = os.Remove(name)
 	}
-	s.rdb = s.Client()
-	s.SetTime(start)
-	return s
+}
+
+// Restart is that of Server; the clock goes on as it was set.
+func (s *FakeServer) Restart() {
+	s.t.Helper()
+	s.Server.Restart()
+	s.unshare()
 }
 
 // SetTime sets the server's clock, which has microseconds, and makes sure that
@@ -63,13 +76,32 @@ func (s *FakeServer) SetTime(now time.Time) {
 	}
 }
 
-// write replaces the file as a whole: the server may look at any moment, and
-// takes an empty or torn one for the real time.
+// SetOffset lets the server's clock run, so far ahead of this machine's (behind,
+// if it is negative), and makes sure that the server sees it.
+func (s *FakeServer) SetOffset(ahead time.Duration) {
+	s.t.Helper()
+	s.replace(fmt.Sprintf("%+.6f", ahead.Seconds()))
+	before := time.Now().Add(ahead - time.Millisecond)
+	got, err := s.rdb.Time(s.t.Context()).Result()
+	if err != nil {
+		s.t.Fatalf("TIME: %v", err)
+	}
+	if after := time.Now().Add(ahead + time.Millisecond); got.Before(before) || got.After(after) {
+		s.t.Fatalf("TIME: got %v, want it between %v and %v", got, before, after)
+	}
+}
+
 func (s *FakeServer) write(now time.Time) {
 	s.t.Helper()
 	// The middle of the microsecond: libfaketime reads the fraction as a float
 	// and cuts.
-	text := now.UTC().Format("2006-01-02 15:04:05.000000") + "5"
+	s.replace(now.UTC().Format("2006-01-02 15:04:05.000000") + "5")
+}
+
+// replace replaces the file as a whole: the server may look at any moment, and
+// takes an empty or torn one for the real time.
+func (s *FakeServer) replace(text string) {
+	s.t.Helper()
 	if err := os.WriteFile(s.file+".new", []byte(text), 0o600); err != nil {
 		s.t.Fatal(err)
 	}

@@ -62,3 +62,20 @@ func TestFakeServer_KeysExpireOnTheFakeClock(t *testing.T) {
 		}
 	}
 }
+
+func TestFakeServer_SetOffset(t *testing.T) {
+	s := StartFakeTime(t, "--appendonly", "yes")
+	// SetOffset itself fails unless TIME agrees.
+	for _, offset := range []time.Duration{0, 10 * time.Second, 250 * time.Millisecond, -1500 * time.Millisecond, -1000 * time.Hour} {
+		s.SetOffset(offset)
+	}
+	s.Client().Set(t.Context(), "k", "v", 0)
+	s.Restart()
+	got := s.Client().Time(t.Context()).Val()
+	if off := time.Until(got); off < -1001*time.Hour || off > -999*time.Hour {
+		t.Errorf("after a restart the clock is off by %v, want as before", off)
+	}
+	if got := s.Client().Get(t.Context(), "k").Val(); got != "v" {
+		t.Errorf("after a restart with its file: got %q, want v", got)
+	}
+}

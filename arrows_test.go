@@ -34,6 +34,7 @@ var arrows = []struct {
 	{"lua", nil, false},
 	{"internal/replay", []string{"limiters", "shedding"}, false},
 	{"internal/safely", nil, false},
+	{"internal/soak", []string{"limiters"}, false},
 	{"internal/*", []string{"internal", "github.com/redis/go-redis/v9"}, true}, // harnesses: only tests import them
 }
 

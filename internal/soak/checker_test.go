@@ -50,7 +50,7 @@ func draw(rng *rand.Rand, l *limiters.Limit, slack, every int64, n int) (h Histo
 	b.level, b.at = b.capacity, era
 	for at := era; len(h.Decisions) < n; {
 		at += 1 + rng.Int64N(2*every)
-		if rng.IntN(200) == 0 {
+		if rng.IntN(n/3) == 0 {
 			at += rng.Int64N(2 * b.capacity / b.refill)
 		}
 		b.advance(at)

@@ -3,8 +3,9 @@
 package soak
 
 import (
-	"container/heap"
+	"cmp"
 	"fmt"
+	"math"
 	"slices"
 	"sort"
 
@@ -36,83 +37,78 @@ func (b *bucket) advance(t int64) {
 	b.at = t
 }
 
-// taking is a decision that took its cost at some moment from sent to received.
-type taking struct {
-	sent, received int64
-	missing        int64 // units that it has not been given yet
-}
-
-// takings is a heap, with the one that must be served first on top.
-type takings []*taking
-
-func (t takings) Len() int           { return len(t) }
-func (t takings) Less(i, j int) bool { return t[i].received < t[j].received }
-func (t takings) Swap(i, j int)      { t[i], t[j] = t[j], t[i] }
-func (t *takings) Push(x any)        { *t = append(*t, x.(*taking)) }
-func (t *takings) Pop() any {
-	last := (*t)[len(*t)-1]
-	*t = (*t)[:len(*t)-1]
-	return last
-}
-
-// checkTaken complains if more was taken than capacity + rate·t in any time t.
+// checkTaken complains if in any time t more was taken than capacity + rate·t.
 //
-// A bucket of the same numbers serves what was taken, as soon as it is allowed to
-// (from when it was sent) and what was answered first, first. To serve early is
-// never worse for those who come later, and the earliest end first is the best
-// order there is. It also may serve a cost by pieces. So if even that bucket
-// comes too late for an answer, no other has given it in time.
+// What was sent and answered within a time was taken within it. So for every time
+// from when something was sent until when something was answered, the sum of what
+// lies within must be allowed. Nothing else follows from the intervals for sure:
+// a bucket that gave each its share as early as possible, or the one that is
+// answered first, would not be right, because what it keeps may be used later.
 func (h *History) checkTaken(l *limiters.Limit, decisions []Decision) (complaints []string) {
+	b := newBucket(l)
 	for _, stretch := range h.stretches() {
-		var all []*taking
+		var spans []Span
 		for _, d := range decisions {
 			if d.Taken && d.Sent >= stretch.From && d.Received <= stretch.To {
 				// libfaketime may be off by the last digit.
-				all = append(all, &taking{h.earliest(d.Sent) - 1, h.latest(d.Received) + 1, newBucket(l).cost})
+				spans = append(spans, Span{h.earliest(d.Sent) - 1, h.latest(d.Received) + 1})
 			}
 		}
-		slices.SortFunc(all, func(a, b *taking) int { return int(a.sent - b.sent) })
-		b := newBucket(l)
-		b.level = b.capacity
-		if len(all) > 0 {
-			b.at = all[0].sent
-		}
-		late, worst := 0, ""
-		var waiting takings
-		for next := 0; next < len(all) || len(waiting) > 0; {
-			if len(waiting) == 0 {
-				b.advance(all[next].sent)
-			}
-			for next < len(all) && all[next].sent <= b.at {
-				heap.Push(&waiting, all[next])
-				next++
-			}
-			first := waiting[0]
-			given := min(b.level, first.missing)
-			b.level -= given
-			if first.missing -= given; first.missing > 0 {
-				until := b.at + (first.missing+b.refill-1)/b.refill
-				if next < len(all) && all[next].sent < until {
-					until = all[next].sent
-				}
-				if until <= first.received {
-					b.advance(until)
-					continue
-				}
-				late++
-				if worst == "" {
-					worst = fmt.Sprintf("the first one %d tokens early, asked for at %d µs and allowed by %d µs",
-						(first.missing-(first.received-b.at)*b.refill+l.Period.Microseconds()-1)/l.Period.Microseconds(), first.sent, first.received)
-				}
-			}
-			heap.Pop(&waiting)
-		}
-		if late > 0 {
-			complaints = append(complaints, fmt.Sprintf("rate %s, identity %d: %d of %d requests were allowed that cannot have been; %s",
-				l.Name, decisions[0].Identity, late, len(all), worst))
+		most, in := fullest(spans, b.cost, b.refill)
+		if over := most - b.capacity; over > 0 {
+			token := l.Period.Microseconds()
+			complaints = append(complaints, fmt.Sprintf("rate %s, identity %d: %d tokens more than there were, between %d and %d µs",
+				l.Name, decisions[0].Identity, (over+token-1)/token, in.From, in.To))
 		}
 	}
 	return complaints
+}
+
+// fullest returns the most that cost·(spans within a time) − refill·(its length)
+// can be, and for which time.
+func fullest(spans []Span, cost, refill int64) (most int64, in Span) {
+	if len(spans) == 0 {
+		return 0, in
+	}
+	// A tree over the spans in the order of their ends. Those that begin late
+	// enough have been put in, and each node knows of those below it the sum of
+	// their costs, and the most of that sum up to an end less the refill until then.
+	type node struct {
+		sum, most int64
+		end       int64
+	}
+	slices.SortFunc(spans, func(a, b Span) int { return cmp.Compare(a.To, b.To) })
+	origin := spans[0].From
+	size := 1
+	for size < len(spans) {
+		size *= 2
+	}
+	tree := make([]node, 2*size)
+	for i := range tree {
+		tree[i].most = math.MinInt64 / 2
+	}
+	order := make([]int, len(spans))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortFunc(order, func(a, b int) int { return cmp.Compare(spans[b].From, spans[a].From) })
+	for _, i := range order {
+		s := spans[i]
+		at := size + i
+		tree[at] = node{cost, cost - refill*(s.To-origin), s.To}
+		for at /= 2; at > 0; at /= 2 {
+			left, right := tree[2*at], tree[2*at+1]
+			n := node{left.sum + right.sum, left.most, left.end}
+			if v := left.sum + right.most; v > n.most {
+				n.most, n.end = v, right.end
+			}
+			tree[at] = n
+		}
+		if v := tree[1].most + refill*(s.From-origin); v > most {
+			most, in = v, Span{s.From, tree[1].end}
+		}
+	}
+	return most, in
 }
 
 // settle is how long after a fault scripts may still run that nobody waits for,

@@ -12,9 +12,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/redis/go-redis/v9"
-
-	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/redistest"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 )
 
@@ -52,7 +49,7 @@ func eventually(t testing.TB, what string, true func() bool) {
 // is forgotten that has to be.
 func TestExactness(t *testing.T) {
 	w := newWorld(t, newSeed(t), 3)
-	w.faults(*exactnessTime)
+	w.play(rand.New(rand.NewPCG(w.seed, 0)), append(w.ground.faults(), w.faults()...), *exactnessTime, 150*time.Millisecond)
 	w.calm()
 	w.checkForgets()
 	w.check()
@@ -64,37 +61,32 @@ func TestExactness_FindsMistakes(t *testing.T) {
 	cases := []struct {
 		name, about string
 		mistake     string // returns whether it was made
-		keys        func(w *world) []string
+		key         func(w *world) string
 	}{
 		{"a token", "rate scarce", `
 			local level, at = string.match(redis.call('GET', KEYS[1]) or '', '^(%d+) (%d+)$')
 			if not level or tonumber(level) > 1000000 then return 0 end
 			redis.call('SET', KEYS[1], string.format('%.0f %.0f', level + 1000000, at), 'KEEPTTL')
 			return 1`,
-			func(w *world) []string { return []string{w.key(0, scarce)} }},
+			func(w *world) string { return w.key(0, scarce) }},
 		{"a lease", "concurrency long", `
 			if redis.call('ZCARD', KEYS[1]) < 2 then return 0 end
 			redis.call('ZPOPMAX', KEYS[1])
 			return 1`,
-			func(w *world) []string { return []string{w.key(3, long)} }},
+			func(w *world) string { return w.key(3, long) }},
 		{"slots of the fleet", "fleet", `
 			if (tonumber(redis.call('HGET', KEYS[1], 'claims')) or 0) < 6 then return 0 end
 			redis.call('HINCRBY', KEYS[1], 'claims', -4)
 			return 1`,
-			func(*world) []string { return []string{fleetKey} }},
+			func(*world) string { return fleetKey }},
 	}
 	seed := newSeed(t)
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
 			w := newWorld(t, seed, 2)
-			rdb := w.redis.Client()
-			made := func() bool {
-				n, err := rdb.Eval(t.Context(), c.mistake, c.keys(w)).Int()
-				if err != nil {
-					t.Fatal(err)
-				}
-				return n == 1
-			}
+			key := c.key(w)
+			made := func() bool { return w.command("EVAL", c.mistake, 1, key) == int64(1) }
 			time.Sleep(time.Second)
 			eventually(t, "a mistake", made)
 			time.Sleep(1500 * time.Millisecond)
@@ -154,41 +146,20 @@ const (
 
 // world is a Redis with a fleet of instances of the limiters, and what happens.
 type world struct {
-	t     *testing.T
-	seed  uint64
-	redis *redistest.FakeServer
-	rdb   *redis.Client // of the faults and the sampler
-	wg    sync.WaitGroup
-	done  chan struct{}
+	*ground
+
+	seed uint64
+	wg   sync.WaitGroup
+	done chan struct{}
 
 	instances []*instance // all that ever lived
 	alive     []*instance // changed by the test's goroutine alone
-	offset    time.Duration
-	behind    int64 // µs that the clock was set back, in sum
-
-	mu sync.Mutex // guards below
-	h  History
 }
 
-// now is the time in µs, of the clock that Redis has, too.
-func now() int64 { return time.Now().UnixMicro() }
-
 func newWorld(t *testing.T, seed uint64, instances int) *world {
-	// Redis writes to its file before it answers, so a kill loses nothing.
-	w := &world{
-		t: t, seed: seed, done: make(chan struct{}),
-		redis: redistest.StartFakeTime(t, "--appendonly", "yes", "--appendfsync", "no"),
-		h:     History{Allocation: allocation, Renewals: map[int][]int64{}},
-	}
-	w.redis.SetOffset(0)
-	w.rdb = w.redis.Client()
-	start, wall := time.Now(), now()
-	t.Cleanup(func() {
-		w.stop()
-		if off := now() - wall - time.Since(start).Microseconds(); off < -second/20 || off > second/20 {
-			t.Logf("this machine's clock was set by %d µs meanwhile, so complaints may be false", off)
-		}
-	})
+	w := &world{ground: newGround(t), seed: seed, done: make(chan struct{})}
+	w.h.Allocation, w.h.Renewals = allocation, map[int][]int64{}
+	t.Cleanup(w.stop)
 	for range instances {
 		w.start()
 	}
@@ -214,13 +185,14 @@ func (w *world) key(id int, l *limiters.Limit) string {
 
 // sample looks at the fleet's claims, in one step.
 func (w *world) sample() {
+	rdb := w.redis.Client()
 	for {
 		select {
 		case <-w.done:
 			return
 		case <-time.After(10 * time.Millisecond):
 		}
-		all, err := w.rdb.HGetAll(context.Background(), fleetKey).Result()
+		all, err := rdb.HGetAll(context.Background(), fleetKey).Result()
 		if err != nil {
 			continue
 		}

@@ -4,159 +4,67 @@ package soak
 
 import (
 	"math/rand/v2"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"time"
 
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/redistest"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 )
 
-// fault is one way to fail. It lasts for a while, d, and is over when do returns.
-type fault struct {
-	name string
-	do   func(w *world, rng *rand.Rand, d time.Duration)
-}
-
-var faults = []fault{
-	{"Redis hangs", func(w *world, _ *rand.Rand, d time.Duration) {
-		w.redis.Stop()
-		time.Sleep(d)
-		w.redis.Cont()
-	}},
-	{"Redis is killed and comes back with its data", func(w *world, _ *rand.Rand, d time.Duration) {
-		w.redis.Kill()
-		time.Sleep(d)
-		w.redis.Restart()
-	}},
-	{"Redis is killed and comes back without its data", func(w *world, _ *rand.Rand, d time.Duration) {
-		from := now()
-		w.redis.Kill()
-		w.lost(from)
-		dir := w.redis.Args[1+slices.Index(w.redis.Args, "--dir")]
-		if err := os.RemoveAll(filepath.Join(dir, "appendonlydir")); err != nil {
-			w.t.Fatal(err)
+// faults are those of instances and of the network before them.
+func (w *world) faults() []fault {
+	cutOff := func(beats time.Duration) func(*rand.Rand, time.Duration) {
+		return func(rng *rand.Rand, d time.Duration) {
+			proxy := w.alive[rng.IntN(len(w.alive))].proxy
+			proxy.Blackhole(true)
+			time.Sleep(beats*250*time.Millisecond + d)
+			proxy.Blackhole(false)
 		}
-		time.Sleep(d)
-		w.redis.Restart()
-	}},
-	{"FLUSHALL", func(w *world, _ *rand.Rand, _ time.Duration) {
-		from := now()
-		w.must(w.rdb.FlushAll(w.t.Context()).Err())
-		w.lost(from)
-	}},
-	{"SCRIPT FLUSH", func(w *world, _ *rand.Rand, _ time.Duration) {
-		w.must(w.rdb.ScriptFlush(w.t.Context()).Err())
-	}},
-	{"CLIENT KILL", func(w *world, _ *rand.Rand, _ time.Duration) {
-		w.must(w.rdb.Do(w.t.Context(), "CLIENT", "KILL", "TYPE", "normal").Err())
-	}},
-	{"one instance is cut off", func(w *world, rng *rand.Rand, d time.Duration) {
-		proxy := w.alive[rng.IntN(len(w.alive))].proxy
-		proxy.Blackhole(true)
-		time.Sleep(d)
-		proxy.Blackhole(false)
-	}},
-	{"one instance is cut off for beats", func(w *world, rng *rand.Rand, d time.Duration) {
-		proxy := w.alive[rng.IntN(len(w.alive))].proxy
-		proxy.Blackhole(true)
-		time.Sleep(2*time.Second + d)
-		proxy.Blackhole(false)
-	}},
-	{"all are refused", func(w *world, _ *rand.Rand, d time.Duration) {
+	}
+	each := func(do func(*redistest.Proxy)) {
 		for _, i := range w.alive {
-			i.proxy.Refuse(true)
-			i.proxy.CloseAll()
+			do(i.proxy)
 		}
-		time.Sleep(d)
-		for _, i := range w.alive {
-			i.proxy.Refuse(false)
-		}
-	}},
-	{"replies are lost", func(w *world, rng *rand.Rand, d time.Duration) {
-		for range 4 {
-			for _, i := range w.alive {
-				i.proxy.CutReplies(1 + rng.IntN(3))
+	}
+	return []fault{
+		{"an instance is cut off", cutOff(0)},
+		{"an instance is cut off for many beats", cutOff(8)},
+		{"all are refused", func(_ *rand.Rand, d time.Duration) {
+			each(func(p *redistest.Proxy) {
+				p.Refuse(true)
+				p.CloseAll()
+			})
+			time.Sleep(d)
+			each(func(p *redistest.Proxy) { p.Refuse(false) })
+		}},
+		{"replies are lost", func(rng *rand.Rand, d time.Duration) {
+			for range 4 {
+				each(func(p *redistest.Proxy) { p.CutReplies(1 + rng.IntN(3)) })
+				time.Sleep(d / 4)
 			}
-			time.Sleep(d / 4)
-		}
-	}},
-	{"the clock jumps forward", func(w *world, rng *rand.Rand, _ time.Duration) {
-		w.jump(time.Duration(1+rng.IntN(12)) * 250 * time.Millisecond)
-	}},
-	{"the clock jumps back", func(w *world, rng *rand.Rand, _ time.Duration) {
-		w.jump(-time.Duration(1+rng.IntN(4)) * 250 * time.Millisecond)
-	}},
-	{"an instance is killed, and another comes", func(w *world, rng *rand.Rand, d time.Duration) {
-		w.killOne(rng)
-		time.Sleep(d)
-		w.start()
-	}},
-	{"an instance is stopped, and another comes", func(w *world, rng *rand.Rand, _ time.Duration) {
-		n := rng.IntN(len(w.alive))
-		gone := w.alive[n]
-		w.alive = slices.Delete(w.alive, n, n+1)
-		w.start()
-		gone.stop()
-		gone.close()
-	}},
-}
-
-// must fails the test.
-func (w *world) must(err error) {
-	w.t.Helper()
-	if err != nil {
-		w.t.Fatal(err)
+		}},
+		{"an instance is killed, and another comes", func(rng *rand.Rand, d time.Duration) {
+			w.killOne(rng)
+			time.Sleep(d)
+			w.start()
+		}},
+		{"an instance is stopped, and another comes", func(rng *rand.Rand, _ time.Duration) {
+			n := rng.IntN(len(w.alive))
+			gone := w.alive[n]
+			w.alive = slices.Delete(w.alive, n, n+1)
+			w.start()
+			gone.stop()
+			gone.close()
+		}},
 	}
 }
 
-// lost notes that what Redis had is gone since some moment from a time until now.
-func (w *world) lost(from int64) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.h.Losses = append(w.h.Losses, Span{from, now()})
-}
-
-// jump sets Redis's clock.
-func (w *world) jump(by time.Duration) {
-	from := now()
-	w.offset += by
-	w.redis.SetOffset(w.offset)
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.h.Jumps = append(w.h.Jumps, Jump{Span{from, now()}, by.Microseconds()})
-	w.behind += max(0, -by.Microseconds())
-}
-
-func (w *world) killOne(rng *rand.Rand) *instance {
+func (w *world) killOne(rng *rand.Rand) {
 	n := rng.IntN(len(w.alive))
 	victim := w.alive[n]
 	w.alive = slices.Delete(w.alive, n, n+1)
 	victim.kill()
-	return victim
-}
-
-// faults makes faults follow each other for a time, each kind once before any
-// comes again.
-func (w *world) faults(length time.Duration) {
-	rng := rand.New(rand.NewPCG(w.seed, 0))
-	var deck []int
-	for end := time.Now().Add(length); time.Now().Before(end); {
-		time.Sleep(upTo(rng, 300*time.Millisecond))
-		if len(deck) == 0 {
-			deck = rng.Perm(len(faults))
-		}
-		f := faults[deck[0]]
-		deck = deck[1:]
-		d := 100*time.Millisecond + upTo(rng, 500*time.Millisecond)
-		from := now()
-		f.do(w, rng, d)
-		w.mu.Lock()
-		w.h.Troubles = append(w.h.Troubles, Span{from, now()})
-		w.mu.Unlock()
-		w.t.Logf("%d µs: %s; %v", from, f.name, time.Duration(now()-from)*time.Microsecond)
-	}
 }
 
 // calm waits until limits are in force again everywhere, and for some time in
@@ -191,10 +99,8 @@ func (w *world) checkForgets() {
 		end
 		return all`
 	left := func() map[string][2]time.Duration {
-		reply, err := w.rdb.Eval(t.Context(), script, nil).Slice()
-		w.must(err)
 		keys := map[string][2]time.Duration{}
-		for _, entry := range reply {
+		for _, entry := range w.command("EVAL", script, 0).([]any) {
 			e := entry.([]any)
 			keys[e[0].(string)] = [2]time.Duration{time.Duration(e[1].(int64)) * time.Millisecond, time.Duration(e[2].(int64)) * time.Microsecond}
 		}

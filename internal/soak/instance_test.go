@@ -196,8 +196,3 @@ func (i *instance) kill() {
 	i.stop()
 	i.w.wg.Go(i.close) // has to find out that nobody listens
 }
-
-// upTo returns a time below a limit.
-func upTo(rng *rand.Rand, limit time.Duration) time.Duration {
-	return time.Duration(rng.Int64N(int64(limit)))
-}

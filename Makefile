@@ -10,6 +10,7 @@ EXAMPLES := $(shell git ls-files --cached --others --exclude-standard 'examples/
 COUNT ?= 5
 FUZZTIME ?= 30s
 BENCH ?= .
+DURATION ?= 10m
 
 .PHONY: help
 help: ## List the targets
@@ -26,6 +27,10 @@ test: needs ## Run every test once: race detector, random order, real Redis and 
 .PHONY: race
 race: needs ## Run every test COUNT times (5), to find races and flaky tests
 	go test -race -shuffle=on -count=$(COUNT) -timeout 60m ./...
+
+.PHONY: soak
+soak: needs-redis ## Run three Caddys under random faults for DURATION (10m); SEED repeats a run
+	go test -count=1 -timeout 3h -v -run '^TestSoak$$' ./internal/soak -soak $(DURATION) -seed $(or $(SEED),0)
 
 .PHONY: compat
 compat: ## Run the official clients against a running Caddy

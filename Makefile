@@ -29,7 +29,8 @@ race: needs ## Run every test COUNT times (5), to find races and flaky tests
 	go test -race -shuffle=on -count=$(COUNT) -timeout 60m ./...
 
 .PHONY: soak
-soak: needs-redis ## Run three Caddys under random faults for DURATION (10m); SEED repeats a run
+soak: ## Run three Caddys under random faults for DURATION (10m); SEED repeats a run
+	tools/need.sh redis libfaketime
 	go test -count=1 -timeout 3h -v -run '^TestSoak$$' ./internal/soak -soak $(DURATION) -seed $(or $(SEED),0)
 
 .PHONY: compat
@@ -54,12 +55,12 @@ fuzz: ## Run each fuzz test for FUZZTIME (30s)
 	done
 
 .PHONY: bench
-bench: needs-redis ## Measure briefly what this module costs a request, all in all (a minute)
+bench: needs ## Measure briefly what this module costs a request, all in all (a minute)
 	mkdir -p bin
 	go run -C benchmarks ./load -short -json ../bin/load.json
 
 .PHONY: performance
-performance: needs-redis ## Measure that at length, on a quiet machine (six minutes), and refresh the documentation
+performance: needs ## Measure that at length, on a quiet machine (six minutes), and refresh the documentation
 	go run -C benchmarks ./load -docs ..
 
 .PHONY: microbench

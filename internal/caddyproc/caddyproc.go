@@ -167,14 +167,7 @@ func (p *Process) Kill() {
 func (p *Process) Stop() {
 	p.t.Helper()
 	p.Signal(syscall.SIGTERM)
-	select {
-	case <-p.dead:
-	case <-time.After(patience):
-		p.Signal(syscall.SIGQUIT) // leaves the stacks of all goroutines in the log
-		<-p.dead
-		p.t.Fatalf("caddy did not stop within %v", patience)
-	}
-	if code := p.cmd.ProcessState.ExitCode(); code != 0 {
+	if code := p.Wait(); code != 0 {
 		p.t.Errorf("caddy: exit code %d, want 0", code)
 	}
 }
@@ -184,30 +177,57 @@ func (p *Process) Stop() {
 // and the old config still runs. When it returns, the admin API is one server.
 func (p *Process) Load(t testing.TB, caddyfile string) (status int, body string) {
 	t.Helper()
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost,
-		"http://"+p.Admin+"/load", strings.NewReader(caddyfile))
+	return p.load(t, "text/caddyfile", caddyfile)
+}
+
+// LoadJSON is Load of a config in JSON.
+func (p *Process) LoadJSON(t testing.TB, config string) (status int, body string) {
+	t.Helper()
+	return p.load(t, "application/json", config)
+}
+
+func (p *Process) load(t testing.TB, contentType, config string) (status int, body string) {
+	t.Helper()
+	status, body = p.Ask(t, http.MethodPost, "/load", config,
+		"Content-Type", contentType, "Cache-Control", "must-revalidate")
+	AwaitHandover(t, p.Admin)
+	return status, body
+}
+
+// Ask sends a request to the admin API. The header is names and values in turn.
+func (p *Process) Ask(t testing.TB, method, path, body string, header ...string) (status int, answer string) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), method, "http://"+p.Admin+path, strings.NewReader(body))
 	if err != nil {
 		t.Fatal(err)
 	}
-	req.Header.Set("Content-Type", "text/caddyfile")
-	req.Header.Set("Cache-Control", "must-revalidate")
-	status, body = do(t, req)
-	AwaitHandover(t, p.Admin)
-	return status, body
+	for i := 0; i < len(header); i += 2 {
+		req.Header.Set(header[i], header[i+1])
+	}
+	return do(t, req)
 }
 
 // Metrics returns the admin API's /metrics.
 func (p *Process) Metrics(t testing.TB) string {
 	t.Helper()
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+p.Admin+"/metrics", nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	status, body := do(t, req)
+	status, body := p.Ask(t, http.MethodGet, "/metrics", "")
 	if status != http.StatusOK {
 		t.Fatalf("GET /metrics: got %d, want 200\n%s", status, body)
 	}
 	return body
+}
+
+// Wait waits until the process has ended and returns its exit code.
+func (p *Process) Wait() int {
+	p.t.Helper()
+	select {
+	case <-p.dead:
+	case <-time.After(patience):
+		p.Signal(syscall.SIGQUIT) // leaves the stacks of all goroutines in the log
+		<-p.dead
+		p.t.Fatalf("caddy did not stop within %v", patience)
+	}
+	return p.cmd.ProcessState.ExitCode()
 }
 
 // admin keeps no connections, so that no test finds them left over.

@@ -6,6 +6,7 @@ import (
 	"bufio"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strconv"
@@ -192,37 +193,62 @@ func (c *call) echo(w http.ResponseWriter) {
 
 // socket opens /socket, says something, hears it and closes.
 func (c *caddy) socket(call *call, header []string) (status int, err error) {
+	s, err := c.upgrade(call, header)
+	if s == nil {
+		return 0, err
+	}
+	defer s.Close()
+	if err != nil || s.status != http.StatusSwitchingProtocols {
+		return s.status, err
+	}
+	err = s.say("ping")
+	call.leave()
+	return s.status, err
+}
+
+// socket is a connection that was to be upgraded.
+type socket struct {
+	net.Conn
+	r      *bufio.Reader
+	status int
+	header http.Header
+}
+
+// upgrade asks for /socket; without an answer there is no socket.
+func (c *caddy) upgrade(call *call, header []string) (*socket, error) {
 	conn, err := dial(c.addr())
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
-	defer conn.Close()
 	req, err := http.NewRequest(http.MethodGet, "http://"+c.addr()+"/socket", nil)
-	if err != nil {
-		return 0, err
-	}
-	header = call.header(append(header, "Connection", "Upgrade", "Upgrade", "websocket")...)
-	for i := 0; i < len(header); i += 2 {
-		req.Header.Add(header[i], header[i+1])
-	}
-	if err := req.Write(conn); err != nil {
-		return 0, err
-	}
-	r := bufio.NewReader(conn)
-	resp, err := http.ReadResponse(r, req)
-	if err != nil || resp.StatusCode != http.StatusSwitchingProtocols {
-		if resp != nil {
-			status = resp.StatusCode
+	if err == nil {
+		header = call.header(append(header, "Connection", "Upgrade", "Upgrade", "websocket")...)
+		for i := 0; i < len(header); i += 2 {
+			req.Header.Add(header[i], header[i+1])
 		}
-		return status, err
+		err = req.Write(conn)
 	}
-	if _, err := conn.Write([]byte("ping")); err != nil {
-		return 0, err
+	s := &socket{Conn: conn, r: bufio.NewReader(conn)}
+	if err == nil {
+		var resp *http.Response
+		if resp, err = http.ReadResponse(s.r, req); err == nil {
+			s.status, s.header = resp.StatusCode, resp.Header
+			return s, nil
+		}
 	}
-	heard := make([]byte, 4)
-	if _, err = io.ReadFull(r, heard); err == nil && string(heard) != "ping" {
-		err = fmt.Errorf("the socket says %q, want ping", heard)
+	_ = conn.Close()
+	return nil, err
+}
+
+// say says something and hears it.
+func (s *socket) say(text string) error {
+	if _, err := io.WriteString(s, text); err != nil {
+		return err
 	}
-	call.leave()
-	return resp.StatusCode, err
+	heard := make([]byte, len(text))
+	_, err := io.ReadFull(s.r, heard)
+	if err == nil && string(heard) != text {
+		err = fmt.Errorf("the socket says %q, want %q", heard, text)
+	}
+	return err
 }

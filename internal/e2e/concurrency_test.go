@@ -132,7 +132,7 @@ func events(ctx context.Context, c *caddy, client *http.Client, call *call, head
 }
 
 // slots returns the sorted sets of leases that Redis has.
-func slots(t *testing.T, redis *redistest.Server) []string {
+func slots(t testing.TB, redis *redistest.Server) []string {
 	t.Helper()
 	rdb := redis.Client()
 	defer rdb.Close()

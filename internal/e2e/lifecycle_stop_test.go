@@ -35,6 +35,25 @@ func instances(t testing.TB, redis *redistest.Server) int {
 	return len((&fleet{rdb: rdb}).state(t).entries)
 }
 
+// live returns how many leases have not ended.
+func live(t testing.TB, redis *redistest.Server) (n int64) {
+	t.Helper()
+	rdb := redis.Client()
+	defer rdb.Close()
+	for _, key := range slots(t, redis) {
+		now, err := rdb.Time(t.Context()).Result()
+		if err != nil {
+			t.Fatal(err)
+		}
+		more, err := rdb.ZCount(t.Context(), key, fmt.Sprint(now.UnixMicro()), "+inf").Result()
+		if err != nil {
+			t.Fatal(err)
+		}
+		n += more
+	}
+	return n
+}
+
 // A Caddy that is stopped answers what it has begun, which counts until then,
 // and leaves nothing of its own in Redis: another takes over at once.
 func TestLifecycle_Stop(t *testing.T) {
@@ -160,7 +179,7 @@ func TestLifecycle_KilledInReload(t *testing.T) {
 			call.leave()
 		}
 		eventually(t, patience, "dropped by the fleet", func() bool { return instances(t, redis) == 1 })
-		eventually(t, patience, "free", func() bool { return len(slots(t, redis)) == 0 })
+		eventually(t, patience, "free", func() bool { return live(t, redis) == 0 })
 		again := hold(t, other, up, places, key)
 		again.letGo(t, places)
 		eventually(t, patience, "given back", func() bool { return len(slots(t, redis)) == 0 })

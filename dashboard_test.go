@@ -47,18 +47,7 @@ func metricLabels(t *testing.T) map[string][]string {
 			metrics[m[1]+"_count"], metrics[m[1]+"_sum"] = labels, labels
 		}
 	}
-	for name, labels := range agreedMetrics {
-		if metrics["caddy_stripe_ratelimit_"+name] == nil {
-			metrics["caddy_stripe_ratelimit_"+name] = append(labels, "job", "instance")
-		}
-	}
 	return metrics
-}
-
-// agreedMetrics are those that are not there yet, with their labels. A row goes
-// when its metric has come.
-var agreedMetrics = map[string][]string{
-	"store_breaker_open": {"node"},
 }
 
 var (

@@ -151,11 +151,11 @@ func (a alert) selector() string {
 	return fmt.Sprintf(`ALERTS{alertstate="firing", alertname="StripeRatelimit%s", %s`, a.name(), labels)
 }
 
-// fired reports whether the alert has ever been firing. One that has been so
+// fired reports whether the alert has been firing since a time. One that was so
 // between two looks counts.
-func (p *prometheus) fired(t testing.TB, a alert) bool {
+func (p *prometheus) fired(t testing.TB, a alert, since time.Time) bool {
 	t.Helper()
-	return len(p.query(t, "last_over_time("+a.selector()+"[1h])")) > 0
+	return len(p.query(t, fmt.Sprintf("last_over_time(%s[%dms])", a.selector(), time.Since(since).Milliseconds()+1))) > 0
 }
 
 // firing reports whether the alert is firing.

@@ -29,7 +29,6 @@ type instance struct {
 	ending chan struct{} // closed when clients are to end
 	dead   atomic.Bool   // it was killed: nothing is given back any more
 	wg     sync.WaitGroup
-	closed sync.WaitGroup
 	good   atomic.Int64 // admissions without a store error
 
 	mu        sync.Mutex // guards below

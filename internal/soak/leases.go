@@ -5,6 +5,7 @@ package soak
 import (
 	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 )
@@ -58,14 +59,14 @@ func (h *History) checkLeases(l *limiters.Limit, decisions []Decision) (complain
 	// Of leases that are held without a gap since their admissions the last one
 	// was admitted while it was too many, whichever it was.
 	if most, at := deepest(holds); most > l.Capacity {
-		who := ""
+		var who strings.Builder
 		for _, o := range holds {
 			if d := decisions[o.of]; o.first && o.From <= at && at < o.To {
-				who += fmt.Sprintf("; of instance %d, sent at %d, answered at %d, given back at %d", d.Instance, d.Sent, d.Received, d.Released)
+				fmt.Fprintf(&who, "; of instance %d, sent at %d, answered at %d, given back at %d", d.Instance, d.Sent, d.Received, d.Released)
 			}
 		}
 		complaints = append(complaints, fmt.Sprintf("concurrency %s, identity %d: %d leases held at %d µs, of at most %d%s",
-			l.Name, decisions[0].Identity, most, at, l.Capacity, who))
+			l.Name, decisions[0].Identity, most, at, l.Capacity, who.String()))
 	}
 	return complaints
 }

@@ -76,7 +76,7 @@ func (s *soak) stored() (live, dead int) {
 				dead = dead + 1
 			else
 				live = live + 1
-			end
+			end -- of a key
 		end
 		return {live, dead}`, 0).([]any)
 	return int(reply[0].(int64)), int(reply[1].(int64))

@@ -237,15 +237,14 @@ func (s *soak) heal() {
 	for _, c := range s.caddys {
 		client := newClient(false)
 		defer client.CloseIdleConnections()
-		last := ""
 		for n, since := 0, time.Now(); n < 20; {
 			resp, err := s.get(client, c, "/", fmt.Sprint("sk_live_healed_", c.number, "_", n))
 			if err == nil && resp.outcome == "allowed" {
 				n++
 				continue
 			}
-			if last = fmt.Sprint(resp, err); time.Since(since) > patience {
-				s.t.Fatalf("Caddy %d does not limit by Redis again within %v: %s", c.number, patience, last)
+			if time.Since(since) > patience {
+				s.t.Fatalf("Caddy %d does not limit by Redis again within %v: %v, %v", c.number, patience, resp, err)
 			}
 			n = 0
 			time.Sleep(20 * time.Millisecond)

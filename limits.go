@@ -142,6 +142,9 @@ func (h *Handler) validateConfig() error {
 			return err
 		}
 	}
+	if slices.Contains(h.Rate, nil) || slices.Contains(h.Concurrency, nil) {
+		return errors.New("a limit is null; leave it out")
+	}
 	if err := h.validateLimits(); err != nil {
 		return err
 	}

@@ -6,6 +6,7 @@
 //
 //	go run -C benchmarks ./load -short
 //	go run -C benchmarks ./load -only 'four/respond/h1' -json four.json
+//	go run -C benchmarks ./load -only 'four/respond/h1/uniform$' -profiles /tmp/profiles
 //	go run -C benchmarks ./load -docs ..
 package main
 
@@ -43,6 +44,7 @@ func main() {
 	only := flag.String("only", "", "measure the scenarios that match this regular expression, and what they are compared with")
 	flag.StringVar(&o.json, "json", "", "write everything to this file")
 	flag.StringVar(&o.docs, "docs", "", "bring the tables and the plot in this folder's README.md and docs/ up to date")
+	flag.StringVar(&o.profiles, "profiles", "", "in the end write a CPU profile of Caddy in each scenario into this folder")
 	short := flag.Bool("short", false, "measure briefly: two rounds of 300ms")
 	list := flag.Bool("list", false, "list the scenarios")
 	flag.Parse()
@@ -95,6 +97,7 @@ type options struct {
 	rounds     int
 	only       *regexp.Regexp
 	json, docs string
+	profiles   string
 	users      int // whose memory is measured
 }
 
@@ -138,6 +141,13 @@ func (r *report) measure(ctx context.Context, all []scenario, o options) error {
 	}
 	if r.Series, err = lab.measureAll(ctx, os.Stderr, all, o.rounds, o.length); err != nil {
 		return err
+	}
+	if o.profiles != "" {
+		for _, s := range all {
+			if err := lab.profile(ctx, s, o.length, o.profiles); err != nil {
+				return fmt.Errorf("%s: profile: %w", s, err)
+			}
+		}
 	}
 	if o.users > 0 {
 		r.Memory, err = measureMemory(ctx, o.users)

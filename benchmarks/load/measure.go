@@ -20,6 +20,7 @@ type point struct {
 	Rate       float64 `json:"rate"` // requests a second
 	Caddy      float64 `json:"caddy"`
 	Redis      float64 `json:"redis"`
+	Script     float64 `json:"script"` // us that Redis spends within scripts
 	Upstream   float64 `json:"upstream"`
 	Load       float64 `json:"load"` // of this program, the clients
 	P50        float64 `json:"p50"`  // ms
@@ -161,6 +162,7 @@ func (l *lab) measure(ctx context.Context, s scenario, length time.Duration) (p 
 		Rate:       n / t.last.Sub(began).Seconds(),
 		Caddy:      (after.caddy.CPU - before.caddy.CPU) / n,
 		Redis:      (after.store.cpu - before.store.cpu) / n,
+		Script:     (after.store.script - before.store.script) / n,
 		Upstream:   (after.upstream.CPU - before.upstream.CPU) / n,
 		Load:       (loadCPU - before.load) / n,
 		Allocs:     (after.caddy.Allocs - before.caddy.Allocs) / n,

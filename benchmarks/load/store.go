@@ -19,6 +19,8 @@ import (
 type storeUsage struct {
 	cpu   float64            // us, of all threads, as the operating system counts
 	calls map[string]float64 // by command; those of scripts, too
+
+	script float64 // us within scripts, as Redis measures
 }
 
 func readStore(ctx context.Context, rdb *redis.Client) (storeUsage, error) {
@@ -44,11 +46,14 @@ func parseInfo(info string) (u storeUsage, err error) {
 			u.cpu += seconds * 1e6
 		}
 		if command, ok := strings.CutPrefix(name, "cmdstat_"); ok && command != "info" {
-			var calls float64
-			if _, err := fmt.Sscanf(value, "calls=%f,", &calls); err != nil {
+			var calls, us float64
+			if _, err := fmt.Sscanf(value, "calls=%f,usec=%f,", &calls, &us); err != nil {
 				return u, fmt.Errorf("%s: %w", line, err)
 			}
 			u.calls[command] = calls
+			if command == "evalsha" || command == "eval" {
+				u.script += us
+			}
 		}
 	}
 	return u, nil

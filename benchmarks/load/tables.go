@@ -81,7 +81,7 @@ func (s *series) name() string {
 
 func (r *report) closedTable(title, answer, protocol string) table {
 	t := table{title: title, head: []string{
-		"", "requests/s", "of bare", "Caddy µs", "Redis µs", "added µs", "(all rounds)",
+		"", "requests/s", "of bare", "Caddy µs", "Redis µs", "of it scripts", "added µs", "(all rounds)",
 		"allocations", "commands", "p50 ms", "p90", "p99", "p99.9", "clients µs",
 	}}
 	for _, s := range r.Series {
@@ -97,7 +97,8 @@ func (r *report) closedTable(title, answer, protocol string) table {
 		}
 		row = append(row,
 			fmt.Sprintf("%.1f", s.over(func(p point) float64 { return p.Caddy }).median),
-			fmt.Sprintf("%.1f", s.over(func(p point) float64 { return p.Redis }).median))
+			fmt.Sprintf("%.1f", s.over(func(p point) float64 { return p.Redis }).median),
+			fmt.Sprintf("%.1f", s.over(func(p point) float64 { return p.Script }).median))
 		if s == ref {
 			row = append(row, "", "")
 		} else {

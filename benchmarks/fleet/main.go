@@ -17,8 +17,6 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"os"
-	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -175,55 +173,25 @@ func (s *simulation) close() {
 // measure writes a line about what Redis does in some time.
 func (s *simulation) measure(out io.Writer, rdb *redis.Client, phase string, length time.Duration) error {
 	refused, failed := s.refused.Load(), s.failed.Load()
-	before, err := readUsage(rdb)
+	before, err := redisproc.ReadUsage(context.Background(), rdb)
 	if err != nil {
 		return err
 	}
 	begin := time.Now()
 	time.Sleep(length)
-	after, err := readUsage(rdb)
+	after, err := redisproc.ReadUsage(context.Background(), rdb)
 	if err != nil {
 		return err
 	}
 	seconds := time.Since(begin).Seconds()
-	syncs := after.syncs - before.syncs
-	cpu := 100 * (after.cpu - before.cpu) / seconds
+	syncs := after.Calls["evalsha"] - before.Calls["evalsha"]
+	cpu := 100 * (after.CPU - before.CPU) / 1e6 / seconds
 	verdict := ""
 	if len(s.fleets) == 1000 {
 		verdict = fmt.Sprintf(" (want at most %.0f %%)", bar)
 	}
 	fmt.Fprintf(out, "%-8s  %8.0f  %10.1f  %10.0f  %10d  %9.1f %%%s\n", phase,
-		syncs/seconds, (after.script-before.script)/syncs,
+		syncs/seconds, (after.Script-before.Script)/syncs,
 		float64(s.refused.Load()-refused)/seconds, s.failed.Load()-failed, cpu, verdict)
 	return nil
-}
-
-// usage is what a Redis has done since it began.
-type usage struct {
-	cpu    float64 // seconds, as the operating system counts them
-	syncs  float64
-	script float64 // us in the script
-}
-
-func readUsage(rdb *redis.Client) (u usage, err error) {
-	info, err := rdb.Info(context.Background(), "cpu", "commandstats").Result()
-	if err != nil {
-		return u, err
-	}
-	for line := range strings.Lines(info) {
-		name, value, _ := strings.Cut(strings.TrimSpace(line), ":")
-		switch name {
-		case "used_cpu_user", "used_cpu_sys":
-			seconds, err := strconv.ParseFloat(value, 64)
-			if err != nil {
-				return u, err
-			}
-			u.cpu += seconds
-		case "cmdstat_evalsha":
-			if _, err := fmt.Sscanf(value, "calls=%f,usec=%f,", &u.syncs, &u.script); err != nil {
-				return u, err
-			}
-		}
-	}
-	return u, nil
 }

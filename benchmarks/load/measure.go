@@ -11,6 +11,8 @@ import (
 	"path/filepath"
 	"slices"
 	"time"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/benchmarks/redisproc"
 )
 
 // point is what one round of a scenario measures. CPU is in us, of all
@@ -105,7 +107,7 @@ func (l *lab) close() {
 type counters struct {
 	caddy, upstream usage
 	load            float64
-	store           storeUsage
+	store           redisproc.Usage
 	failedOpen      float64
 }
 
@@ -116,8 +118,10 @@ func (l *lab) read(ctx context.Context, srv *server) (c counters, err error) {
 	if c.upstream, err = l.upstream.usage(); err != nil {
 		return c, err
 	}
-	if c.store, err = readStore(ctx, srv.redis); err != nil {
-		return c, err
+	if srv.redis != nil {
+		if c.store, err = redisproc.ReadUsage(ctx, srv.redis); err != nil {
+			return c, err
+		}
 	}
 	if c.caddy, err = srv.usage(); err != nil {
 		return c, err
@@ -161,8 +165,8 @@ func (l *lab) measure(ctx context.Context, s scenario, length time.Duration) (p 
 		Requests:   len(t.latencies),
 		Rate:       n / t.last.Sub(began).Seconds(),
 		Caddy:      (after.caddy.CPU - before.caddy.CPU) / n,
-		Redis:      (after.store.cpu - before.store.cpu) / n,
-		Script:     (after.store.script - before.store.script) / n,
+		Redis:      (after.store.CPU - before.store.CPU) / n,
+		Script:     (after.store.Script - before.store.Script) / n,
 		Upstream:   (after.upstream.CPU - before.upstream.CPU) / n,
 		Load:       (loadCPU - before.load) / n,
 		Allocs:     (after.caddy.Allocs - before.caddy.Allocs) / n,
@@ -181,8 +185,8 @@ func (l *lab) measure(ctx context.Context, s scenario, length time.Duration) (p 
 	}
 	if srv.redis != nil {
 		p.Commands = map[string]float64{}
-		for command, calls := range after.store.calls {
-			if calls -= before.store.calls[command]; calls > 0 {
+		for command, calls := range after.store.Calls {
+			if calls -= before.store.Calls[command]; calls > 0 {
 				p.Commands[command] = calls / n
 			}
 		}

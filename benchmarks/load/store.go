@@ -4,60 +4,13 @@ package main
 
 import (
 	"bufio"
-	"context"
 	"fmt"
 	"net"
 	"net/http"
 	"strconv"
 	"strings"
 	"time"
-
-	"github.com/redis/go-redis/v9"
 )
-
-// storeUsage is what a redis-server has done since it began.
-type storeUsage struct {
-	cpu   float64            // us, of all threads, as the operating system counts
-	calls map[string]float64 // by command; those of scripts, too
-
-	script float64 // us within scripts, as Redis measures
-}
-
-func readStore(ctx context.Context, rdb *redis.Client) (storeUsage, error) {
-	if rdb == nil {
-		return storeUsage{}, nil
-	}
-	info, err := rdb.Info(ctx, "cpu", "commandstats").Result()
-	if err != nil {
-		return storeUsage{}, err
-	}
-	return parseInfo(info)
-}
-
-func parseInfo(info string) (u storeUsage, err error) {
-	u.calls = map[string]float64{}
-	for line := range strings.Lines(info) {
-		name, value, _ := strings.Cut(strings.TrimSpace(line), ":")
-		if name == "used_cpu_user" || name == "used_cpu_sys" {
-			seconds, err := strconv.ParseFloat(value, 64)
-			if err != nil {
-				return u, err
-			}
-			u.cpu += seconds * 1e6
-		}
-		if command, ok := strings.CutPrefix(name, "cmdstat_"); ok && command != "info" {
-			var calls, us float64
-			if _, err := fmt.Sscanf(value, "calls=%f,usec=%f,", &calls, &us); err != nil {
-				return u, fmt.Errorf("%s: %w", line, err)
-			}
-			u.calls[command] = calls
-			if command == "evalsha" || command == "eval" {
-				u.script += us
-			}
-		}
-	}
-	return u, nil
-}
 
 // sentCommands counts the commands that clients send to Redis while do works.
 // The commands that scripts call are in Redis's own statistics, too, so what is

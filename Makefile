@@ -62,6 +62,7 @@ bench: needs ## Measure briefly what this module costs a request, all in all (a 
 .PHONY: performance
 performance: needs ## Measure that at length, on a quiet machine (six minutes), and refresh the documentation
 	go run -C benchmarks ./load -docs ..
+	go run -C benchmarks ./scale -docs ..
 
 .PHONY: microbench
 microbench: ## Run the benchmarks BENCH (all) six times, into bin/bench.txt for benchstat

@@ -7,10 +7,11 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/benchmarks/marked"
 )
 
-// document brings a checkout's documentation up to date: what stands between
-// the markers "<!-- load: NAME -->" and "<!-- load: end -->".
+// document brings a checkout's documentation up to date.
 func (r *report) document(root string) error {
 	var figures strings.Builder
 	fmt.Fprintf(&figures, "%s.\n", r.about())
@@ -32,31 +33,11 @@ func (r *report) document(root string) error {
 		{"docs/performance.md", "figures", figures.String()},
 		{"README.md", "summary", r.summary().markdown() + "\n" + r.about() + ".\n"},
 	} {
-		file := filepath.Join(root, part.file)
-		old, err := os.ReadFile(file)
-		if err != nil {
-			return err
-		}
-		text, err := replaceMarked(string(old), part.name, part.text)
-		if err != nil {
-			return fmt.Errorf("%s: %w", file, err)
-		}
-		if err := os.WriteFile(file, []byte(text), 0o644); err != nil {
+		if err := marked.Replace(filepath.Join(root, part.file), part.name, part.text); err != nil {
 			return err
 		}
 	}
 	return nil
-}
-
-// replaceMarked replaces the text between the markers of a name.
-func replaceMarked(document, name, text string) (string, error) {
-	begin, end := "<!-- load: "+name+" -->\n", "<!-- load: end -->"
-	before, rest, found := strings.Cut(document, begin)
-	_, after, ended := strings.Cut(rest, end)
-	if !found || !ended {
-		return "", fmt.Errorf("no %q, or no %q after it", strings.TrimSpace(begin), end)
-	}
-	return before + begin + strings.TrimRight(text, "\n") + "\n" + end + after, nil
 }
 
 // summary is a table in a few lines.

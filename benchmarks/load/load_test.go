@@ -33,8 +33,8 @@ func TestRun(t *testing.T) {
 		t.Fatal(err)
 	}
 	for file, text := range map[string]string{
-		"README.md":           "a\n<!-- load: summary -->\nold\n<!-- load: end -->\nz\n",
-		"docs/performance.md": "a\n<!-- load: bars -->\nold\n<!-- load: end -->\n<!-- load: figures -->\nold\n<!-- load: end -->\nz\n",
+		"README.md":           "a\n<!-- measured: summary -->\nold\n<!-- measured: end -->\nz\n",
+		"docs/performance.md": "a\n<!-- measured: bars -->\nold\n<!-- measured: end -->\n<!-- measured: figures -->\nold\n<!-- measured: end -->\nz\n",
 	} {
 		if err := os.WriteFile(filepath.Join(root, file), []byte(text), 0o600); err != nil {
 			t.Fatal(err)

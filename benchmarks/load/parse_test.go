@@ -97,27 +97,6 @@ func TestReadResponse(t *testing.T) {
 	}
 }
 
-func TestReplaceMarked(t *testing.T) {
-	document := "a\n<!-- load: x -->\nold\n<!-- load: end -->\nb\n<!-- load: y -->\n<!-- load: end -->\nc\n"
-	cases := []struct {
-		name, want string
-		bad        bool
-	}{
-		{"x", strings.Replace(document, "old", "new", 1), false},
-		{"y", strings.Replace(document, "y -->\n", "y -->\nnew\n", 1), false},
-		{"z", "", true},
-	}
-	for _, c := range cases {
-		got, err := replaceMarked(document, c.name, "new\n\n")
-		if got != c.want || (err != nil) != c.bad {
-			t.Errorf("%s: got %q, %v, want %q", c.name, got, err, c.want)
-		}
-	}
-	if got, err := replaceMarked("<!-- load: x -->\nold\n", "x", "new"); err == nil {
-		t.Errorf("without an end: got %q, want an error", got)
-	}
-}
-
 func TestBars(t *testing.T) {
 	rounds := func(points ...point) []point { return points }
 	uniform := func(setup, answer string) scenario { return scenario{setup, answer, "h1", "uniform", 0} }

@@ -185,7 +185,7 @@ func (r *report) odd() (all []string) {
 			all = append(all, fmt.Sprintf("%s: in one round %.3f %% of the responses were neither 200 nor 429", s, 100*n))
 		}
 		if late := s.over(func(p point) float64 { return p.Late }); late.median > 1 {
-			all = append(all, fmt.Sprintf("%s: the 99th percentile of requests was sent %.1f ms late, by µs", s, late.median))
+			all = append(all, fmt.Sprintf("%s: the 99th percentile of requests was sent %.1f ms late, by the clients", s, late.median))
 		}
 	}
 	return all

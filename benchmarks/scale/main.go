@@ -5,6 +5,7 @@
 // evenly the masters of a Cluster are loaded.
 //
 //	go run -C benchmarks ./scale
+//	go run -C benchmarks ./scale -docs ..
 package main
 
 import (
@@ -17,12 +18,15 @@ import (
 	"log"
 	"math/rand/v2"
 	"os"
+	"path/filepath"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/redis/go-redis/v9"
 
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/benchmarks/marked"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/benchmarks/redisproc"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 )
@@ -32,8 +36,14 @@ const users = 10_000
 func main() {
 	length := flag.Duration("time", 3*time.Second, "how long each line is measured")
 	leases := flag.Int("leases", 20_000, "how many leases are held at once")
+	docs := flag.String("docs", "", "bring docs/scaling.md in this folder up to date")
 	flag.Parse()
-	if err := run(context.Background(), os.Stdout, *length, limiters.DefaultLease, *leases); err != nil {
+	var b strings.Builder
+	err := run(context.Background(), io.MultiWriter(os.Stdout, &b), *length, limiters.DefaultLease, *leases)
+	if err == nil && *docs != "" {
+		err = marked.Replace(filepath.Join(*docs, "docs", "scaling.md"), "scale", "```text\n"+b.String()+"```")
+	}
+	if err != nil {
 		log.Fatal(err)
 	}
 }
@@ -57,21 +67,25 @@ func run(ctx context.Context, out io.Writer, length, hold time.Duration, leases 
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(out, "%-28s  %8s  %12s  %9s  %10s  %12s\n", "decisions and releases", "clients", "decisions/s", "Redis us", "of scripts", "a core, 1/s")
+	fmt.Fprintf(out, "%-28s  %8s  %12s  %9s  %10s  %9s  %9s\n", "decisions and releases", "clients", "decisions/s", "Redis µs", "of scripts", "bytes in", "bytes out")
+	costs := map[string]float64{} // us, by the name of the line
 	for _, line := range []struct {
 		name   string
 		limits []*limiters.Limit
 	}{{"rate", []*limiters.Limit{rate}}, {"rate + concurrency", []*limiters.Limit{rate, concurrency}}} {
 		for _, clients := range []int{1, 16, 64, 256} {
-			if err := m.decisions(out, line.name, clients, line.limits); err != nil {
+			us, err := m.decisions(out, line.name, clients, line.limits)
+			if err != nil {
 				return err
 			}
+			costs[line.name] = us // in the end of the most clients
 		}
 	}
 	if err := m.renewals(out, hold, leases, concurrency); err != nil {
 		return err
 	}
 	writeSpread(out)
+	writeEstimates(out, costs)
 	return nil
 }
 
@@ -89,8 +103,9 @@ func (m *measurement) store() *limiters.Redis {
 	})
 }
 
-// decisions measures requests by clients who each wait for the answer.
-func (m *measurement) decisions(out io.Writer, name string, clients int, limits []*limiters.Limit) error {
+// decisions measures requests by clients who each wait for the answer. It
+// returns what one costs Redis.
+func (m *measurement) decisions(out io.Writer, name string, clients int, limits []*limiters.Limit) (us float64, err error) {
 	store := m.store()
 	defer store.Close()
 	checks := make([]limiters.Check, 0, len(limits))
@@ -107,7 +122,7 @@ func (m *measurement) decisions(out io.Writer, name string, clients int, limits 
 		done.Store(0)
 		before, err := redisproc.ReadUsage(m.ctx, m.rdb)
 		if err != nil {
-			return err
+			return 0, err
 		}
 		start := time.Now()
 		var wg sync.WaitGroup
@@ -126,16 +141,17 @@ func (m *measurement) decisions(out io.Writer, name string, clients int, limits 
 		took := time.Since(start).Seconds()
 		after, err := redisproc.ReadUsage(m.ctx, m.rdb)
 		if err = errors.Join(append(errs, err)...); err != nil {
-			return err
+			return 0, err
 		}
 		if !measured {
 			continue
 		}
 		n := float64(done.Load())
-		us := (after.CPU - before.CPU) / n
-		fmt.Fprintf(out, "%-28s  %8d  %12.0f  %9.1f  %10.1f  %12.0f\n", name, clients, n/took, us, (after.Script-before.Script)/n, 1e6/us)
+		us = (after.CPU - before.CPU) / n
+		fmt.Fprintf(out, "%-28s  %8d  %12.0f  %9.1f  %10.1f  %9.0f  %9.0f\n", name, clients, n/took, us,
+			(after.Script-before.Script)/n, (after.In-before.In)/n, (after.Out-before.Out)/n)
 	}
-	return nil
+	return us, nil
 }
 
 // renewals measures what leases cost that are held for long.
@@ -165,7 +181,7 @@ func (m *measurement) renewals(out io.Writer, hold time.Duration, leases int, co
 	}
 	seconds := time.Since(start).Seconds()
 	cpu := after.CPU - before.CPU
-	fmt.Fprintf(out, "\n%d leases of %v held: %.0f renewals of users a second, %.1f %% of a core, %.1f us a second for each lease\n",
+	fmt.Fprintf(out, "\n%d leases of %v held: %.0f renewals of users a second, %.1f %% of a core, %.1f µs a second for each lease\n",
 		leases, limiters.DefaultLease, (after.Calls["evalsha"]-before.Calls["evalsha"])/seconds, cpu/1e4/seconds, cpu/seconds/float64(leases))
 	return nil
 }

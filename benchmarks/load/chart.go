@@ -5,6 +5,7 @@ package main
 import (
 	"bytes"
 	"image/color"
+	"slices"
 
 	"gonum.org/v1/plot"
 	"gonum.org/v1/plot/plotter"
@@ -51,8 +52,8 @@ func (r *report) draw() ([]byte, error) {
 func (r *report) panel(answer string) (*plot.Plot, error) {
 	var caddy, redis plotter.Values
 	var names []string
-	for i := len(setups) - 1; i >= 0; i-- {
-		s := r.find(scenario{setups[i].name, answer, "h1", "uniform", 0})
+	for _, setup := range slices.Backward(setups) {
+		s := r.find(scenario{setup.name, answer, "h1", "uniform", 0})
 		if s == nil {
 			continue
 		}

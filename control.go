@@ -3,6 +3,7 @@
 package striperatelimit
 
 import (
+	"cmp"
 	"context"
 	"crypto/hmac"
 	"crypto/rand"
@@ -21,6 +22,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/control"
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/safely"
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
 )
 
@@ -144,7 +146,7 @@ func (c *controller) close() {
 func (c *controller) loop() {
 	beat := firstBeat
 	for {
-		wait := c.guarded(&beat)
+		wait := c.round(&beat)
 		timer := time.NewTimer(wait)
 		select {
 		case <-c.stop:
@@ -157,85 +159,91 @@ func (c *controller) loop() {
 	}
 }
 
-// guarded is one round. A bug in it costs that round.
-func (c *controller) guarded(beat *time.Duration) (wait time.Duration) {
-	wait = firstBeat
-	defer func() {
-		if v := recover(); v != nil {
-			panicsTotal.WithLabelValues("control").Inc()
-			c.logger.Error("bug in stripe_ratelimit; switches stay as they are", zap.Any("panic", v), zap.Stack("stack"))
+// round agrees with the store and ends what has expired. It returns how long the
+// next may take to come. A bug costs one round: what is in force stays.
+func (c *controller) round(beat *time.Duration) time.Duration {
+	wait := firstBeat
+	_ = safely.Do("control", func() {
+		if c.redis != nil {
+			c.agree(beat)
 		}
-	}()
-	wait = time.Hour
-	if c.redis != nil {
-		c.agree(beat)
-		wait = time.Duration(float64(*beat) * (0.8 + 0.4*mathrand.Float64()))
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.refreshLocked("")
-	if ends := c.view.Ends(); !ends.IsZero() {
-		wait = min(wait, max(time.Millisecond, ends.Sub(c.now())))
-	}
-	close(c.rounds)
-	c.rounds = make(chan struct{})
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.refreshLocked("")
+		close(c.rounds)
+		c.rounds = make(chan struct{})
+		wait = time.Hour
+		if c.redis != nil {
+			wait = time.Duration(float64(*beat) * (0.8 + 0.4*mathrand.Float64()))
+		}
+		if ends := c.view.Ends(); !ends.IsZero() {
+			wait = min(wait, max(time.Millisecond, ends.Sub(c.now())))
+		}
+	})
 	return wait
 }
 
 // agree asks the store what it has and writes what it lacks.
 func (c *controller) agree(beat *time.Duration) {
 	for range maxConflicts {
-		c.mu.Lock()
-		next, changes := c.keeper.Next(c.now(), tag())
-		call := limiters.ControlCall{Secret: c.secret, Known: c.keeper.Known(), Stored: c.keeper.Stored()}
-		c.mu.Unlock()
-		if next != nil {
-			call.ID, call.State = next.ID(), next.Encode()
-		}
-
+		next, changes, call := c.call()
 		reply, err := c.redis.Control(context.Background(), call)
-		heard := time.Now()
+		if c.answered(next, changes, call, reply, err) {
+			if err == nil {
+				*beat = reply.Beat
+			}
+			return
+		}
+	}
+}
+
+// call returns what to tell the store and to ask of it: with next, if it is not
+// nil, to be written.
+func (c *controller) call() (next *control.State, changes int, call limiters.ControlCall) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	next, changes = c.keeper.Next(c.now(), tag())
+	call = limiters.ControlCall{Secret: c.secret, Known: c.keeper.Known(), Stored: c.keeper.Stored()}
+	if next != nil {
+		call.ID, call.State = next.ID(), next.Encode()
+	}
+	return next, changes, call
+}
+
+// answered takes down what the store has answered to a call, and reports whether
+// nothing is left to be said.
+func (c *controller) answered(next *control.State, changes int, call limiters.ControlCall, reply limiters.ControlReply, err error) (done bool) {
+	heard := time.Now()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.down = err; err != nil {
+		return true
+	}
+	c.skew = reply.Now.Sub(heard)
+	c.instances.Store(reply.Instances)
+	c.complainLocked(reply)
+	if next != nil && reply.ID == next.ID() {
+		if changes == 0 {
+			c.logger.Info("switches were written back to the store", zap.Int64("version", next.Version))
+		}
+		c.keeper.Wrote(next, changes)
+	} else {
 		var state control.State
-		if err == nil && reply.ID != call.ID && reply.ID != call.Known {
+		if reply.ID != call.Known {
 			var broken error
 			if state, broken = control.Decode(reply.State); broken != nil {
 				c.logger.Warn("the switches in the store cannot be read; those in force stay and are written back", zap.Error(broken))
 				state = control.State{}
 			}
 		}
-
-		c.mu.Lock()
-		c.down = err
-		if err != nil {
-			c.mu.Unlock()
-			return
-		}
-		*beat = reply.Beat
-		c.skew = reply.Now.Sub(heard)
-		c.instances.Store(reply.Instances)
-		c.complainLocked(reply)
-		done := false
-		switch {
-		case next != nil && reply.ID == next.ID():
-			if changes == 0 {
-				c.logger.Info("switches were written back to the store", zap.Int64("version", next.Version))
-			}
-			c.keeper.Wrote(next, changes)
-			done = c.keeper.Waiting() == 0
-		default:
-			if lost := c.keeper.Heard(reply.ID, state); lost != nil {
-				c.logger.Warn("the store has lost switches; those in force stay and are written back",
-					zap.Int64("version", lost.Knows), zap.Int64("version_in_store", lost.Had))
-			}
-			again, _ := c.keeper.Next(c.now(), "")
-			done = again == nil
-		}
-		c.refreshLocked("store")
-		c.mu.Unlock()
-		if done {
-			return
+		if lost := c.keeper.Heard(reply.ID, state); lost != nil {
+			c.logger.Warn("the store has lost switches; those in force stay and are written back",
+				zap.Int64("version", lost.Knows), zap.Int64("version_in_store", lost.Had))
 		}
 	}
+	c.refreshLocked("store")
+	again, _ := c.keeper.Next(c.now(), "")
+	return again == nil
 }
 
 func tag() string { return rand.Text()[:8] }
@@ -411,32 +419,36 @@ func (c *controller) saveLoop() {
 	}
 }
 
-// saveNow writes the snapshot if it has changed.
+// saveNow writes the snapshot if it has changed. The storage may be a guest.
 func (c *controller) saveNow() {
 	c.saving.Lock()
 	defer c.saving.Unlock()
-	defer func() {
-		if v := recover(); v != nil { // storage is a guest module
-			panicsTotal.WithLabelValues("control").Inc()
-			c.logger.Error("panic while switches were saved", zap.Any("panic", v), zap.Stack("stack"))
-		}
-	}()
-	c.mu.Lock()
-	text, storage := c.keeper.Save(), c.storage
-	unchanged := string(text) == c.saved || c.keeper.Version() == 0 && c.keeper.Waiting() == 0
-	c.mu.Unlock()
-	if unchanged || storage == nil {
+	text, storage := c.unsaved()
+	if storage == nil {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), storageTimeout)
 	defer cancel()
-	if err := storage.Store(ctx, c.storageKey(), text); err != nil {
+	var err error
+	bug := safely.Do("control", func() { err = storage.Store(ctx, c.storageKey(), text) })
+	if err = cmp.Or(bug, err); err != nil {
 		c.logger.Warn("the snapshot of switches and overrides cannot be written; they would not survive a restart without the store", zap.Error(err))
 		return
 	}
 	c.mu.Lock()
+	defer c.mu.Unlock()
 	c.saved = string(text)
-	c.mu.Unlock()
+}
+
+// unsaved returns the snapshot, and the storage unless that has it.
+func (c *controller) unsaved() ([]byte, certmagic.Storage) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	text := c.keeper.Save()
+	if string(text) == c.saved || c.keeper.Version() == 0 && c.keeper.Waiting() == 0 {
+		return nil, nil
+	}
+	return text, c.storage
 }
 
 // parseIdentity reads an identity as logs show it.

@@ -218,8 +218,8 @@ func TestController_Secrets(t *testing.T) {
 		until(t, "a warning", func() bool { return i.logs.FilterMessageSnippet("different key_secrets").Len() > 0 })
 	}
 	for _, i := range []*instance{a, b} {
-		i.round(t)
-		i.round(t)
+		i.another(t)
+		i.another(t)
 		if n := i.logs.FilterMessageSnippet("different key_secrets").Len(); n != 1 {
 			t.Errorf("warned %d times, want once", n)
 		}
@@ -292,8 +292,8 @@ func TestController_TakeOver(t *testing.T) {
 	}
 }
 
-// round waits until the instance has heard of the store once more.
-func (i *instance) round(t *testing.T) {
+// another waits until the instance has heard of the store once more.
+func (i *instance) another(t *testing.T) {
 	t.Helper()
 	i.mu.Lock()
 	over := i.rounds

@@ -25,6 +25,8 @@ local now = time[1] * 1000000 + time[2] -- us
 local deadline = tonumber(ARGV[1])      -- us
 if deadline > 0 and now >= deadline then return {now} end
 
+local life = 34560000000 -- ms, 400 days: longer than anything is in force
+
 local function live(key) -- how many members have not been dropped
   redis.call('ZREMRANGEBYSCORE', key, '-inf', now)
   return redis.call('ZCARD', key)
@@ -36,17 +38,18 @@ local instances = live(KEYS[2])
 local beat = math.max(250000, instances * 1000) -- us
 local ends = now + 8 * beat
 if ARGV[3] == '0' and ARGV[2] ~= '' then
-  instances = instances + redis.call('ZADD', KEYS[2], ends, ARGV[2])
-  redis.call('ZADD', KEYS[3], ends, ARGV[4])
-  redis.call('PEXPIRE', KEYS[2], 8 * beat / 1000)
-  redis.call('PEXPIRE', KEYS[3], 8 * beat / 1000)
+  if redis.call('ZADD', KEYS[2], ends, ARGV[2]) == 1 then
+    instances = instances + 1
+    redis.call('PEXPIRE', KEYS[2], life) -- not at each beat, for that costs a tenth of it
+  end
+  if redis.call('ZADD', KEYS[3], ends, ARGV[4]) == 1 then redis.call('PEXPIRE', KEYS[3], life) end
 end
 
 local id = redis.call('HGET', KEYS[1], 'id') or ''
 if ARGV[7] ~= '' and id == ARGV[6] then
   id = ARGV[7]
   redis.call('HSET', KEYS[1], 'id', id, 'state', ARGV[8])
-  redis.call('PEXPIRE', KEYS[1], 34560000000) -- 400 days: longer than anything is in force
+  redis.call('PEXPIRE', KEYS[1], life)
 end
 local state = ''
 if id ~= ARGV[5] and id ~= ARGV[7] then state = redis.call('HGET', KEYS[1], 'state') or '' end

@@ -39,9 +39,9 @@ type point struct {
 	Commands map[string]float64 `json:"commands,omitempty"` // those within scripts, too
 }
 
-// tolerated is the share of odd responses above which a measurement is worth
-// nothing.
-const tolerated = 0.01
+// tolerated is the share of odd responses above which something is broken. Of
+// fewer, which a machine that stalls is enough for, the report tells.
+const tolerated = 0.5
 
 // cpu is what a request costs to serve and to limit.
 func (p point) cpu() float64 { return p.Caddy + p.Redis }

@@ -4,6 +4,7 @@ package main
 
 import (
 	"bufio"
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -36,7 +37,11 @@ func sentCommands(addr string, do func() error) (sent map[string]float64, err er
 		for {
 			line, err := r.ReadSlice('\n')
 			if err == nil {
-				if command := parseMonitor(string(line)); command != "" {
+				switch command := parseMonitor(string(line)); command {
+				case "":
+				case "echo": // ours, after all others
+					return
+				default:
 					sent[command]++
 				}
 			} else if err != bufio.ErrBufferFull { // of a line's rest, which says nothing
@@ -45,10 +50,22 @@ func sentCommands(addr string, do func() error) (sent map[string]float64, err er
 		}
 	}()
 	err = do()
-	time.Sleep(100 * time.Millisecond) // what is still on its way to us
-	_ = c.Close()
-	<-counted
+	err = errors.Join(err, sendEcho(addr))
+	<-counted // or the deadline has passed
 	return sent, err
+}
+
+func sendEcho(addr string) error {
+	c, err := net.Dial("tcp", addr)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	_ = c.SetDeadline(time.Now().Add(patience))
+	if _, err = c.Write([]byte("ECHO end\r\n")); err == nil {
+		_, err = c.Read(make([]byte, 16))
+	}
+	return err
 }
 
 // parseMonitor returns the command that a client sent, in lower case, or "" if

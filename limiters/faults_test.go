@@ -79,7 +79,9 @@ func TestScriptCmd_IsNeverSentTwice(t *testing.T) {
 		want    int64
 	}{
 		{func(args ...any) redis.Cmder { return redis.NewIntSliceCmd(t.Context(), args...) }, "{a}plain", 2},
-		{func(args ...any) redis.Cmder { return scriptCmd{redis.NewIntSliceCmd(t.Context(), args...)} }, "{a}script", 1},
+		{func(args ...any) redis.Cmder {
+			return &scriptCmd{IntSliceCmd: redis.NewIntSliceCmd(t.Context(), args...)}
+		}, "{a}script", 1},
 	} {
 		if err := cluster.Ping(t.Context()).Err(); err != nil { // a connection
 			t.Fatal(err)

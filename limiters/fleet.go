@@ -43,8 +43,8 @@ func (r *Redis) SyncFleet(ctx context.Context, pool string, args []any) (reply [
 			args[argFleetDeadline] = end
 		}
 		c := newCommand(ctx, argFirstKey, slices.Concat(head, args))
-		sent, received := r.exec(ctx, to, []*command{c})
-		if reply, err = c.Cmder.(scriptCmd).Result(); redis.HasErrorPrefix(err, "NOSCRIPT") {
+		sent, received := r.share(ctx, to, []*command{c})
+		if reply, err = c.Cmder.(*scriptCmd).Result(); redis.HasErrorPrefix(err, "NOSCRIPT") {
 			head[argCommand], head[argScript] = "eval", fleetScript.source
 			continue
 		}

@@ -4,6 +4,7 @@ package limiters
 
 import (
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -50,6 +51,8 @@ type leaseTable struct {
 	turn   int      // where endedOf begins
 
 	wake chan struct{} // capacity 1: the queue has something
+
+	ends [256]atomic.Uint32 // how many leases have ended, by endsOf
 }
 
 func newLeaseTable(longest time.Duration) *leaseTable {
@@ -83,6 +86,7 @@ func (t *leaseTable) end(now time.Time, unsure bool, leases ...*lease) {
 			continue // given back twice
 		}
 		delete(t.held, l)
+		t.endsOf(l.key).Add(1)
 		if unsure {
 			l.revives = now.Add(t.longest)
 		}
@@ -97,6 +101,11 @@ func (t *leaseTable) end(now time.Time, unsure bool, leases ...*lease) {
 		t.queue = append(t.queue, l)
 	}
 	t.kickLocked()
+}
+
+// endsOf counts the leases of a key that have ended, and those of a few others.
+func (t *leaseTable) endsOf(key stateKey) *atomic.Uint32 {
+	return &t.ends[key.identity[0]^byte(key.state)]
 }
 
 func (t *leaseTable) kickLocked() {

@@ -22,8 +22,14 @@ const (
 	DefaultKeyPrefix = "stripe_ratelimit:"
 )
 
-// maxPiggyback bounds the releases that one admission applies on its way.
-const maxPiggyback = 64
+const (
+	// maxPiggyback bounds the releases that one admission applies on its way.
+	maxPiggyback = 64
+
+	// maxOvertaken bounds how often an admission asks again because leases end all
+	// the time.
+	maxOvertaken = 2
+)
 
 // RedisOptions says how a Redis store works.
 type RedisOptions struct {
@@ -176,7 +182,9 @@ func (r *Redis) Admit(ctx context.Context, asks []Ask) (adm Admission, failed er
 		for i := range calls {
 			c := &calls[i]
 			if r.acknowledge(c); c.unfair && ctx.Err() == nil {
+				overtaken := c.overtaken
 				*c = r.admitCall(time.Now(), c.ask)
+				c.overtaken = overtaken
 				todo = append(todo, &c.scriptCall)
 			}
 		}
@@ -210,10 +218,13 @@ type admitCall struct {
 	id    uint64   // of the leases to take
 	ended []*lease // releases that it applies on its way
 	more  bool     // there were too many
+	ends  uint32   // how many leases of its keys had ended when it was made
 
 	// It was denied for want of a slot which this very process has freed, but
-	// without saying so to Redis. Nothing was taken, so it may ask again.
-	unfair bool
+	// without saying so to Redis: there was too much to say, or the lease ended, and
+	// its client came back, on a faster way. Nothing was taken, so it may ask again.
+	unfair    bool
+	overtaken int // how often that was for the latter reason
 }
 
 func (r *Redis) admitCall(now time.Time, ask Ask) admitCall {
@@ -235,6 +246,7 @@ func (r *Redis) admitCall(now time.Time, ask Ask) admitCall {
 		c.args = append(c.args, l.args...)
 		c.args = append(c.args, bit(check.Dark))
 		if l.Kind == Concurrency {
+			c.ends += r.leases.endsOf(l.stateKey(ask.Identity)).Load()
 			ended, more := r.leases.endedOf(now, l.stateKey(ask.Identity), maxPiggyback)
 			c.args = append(c.args, len(ended))
 			for _, e := range ended {
@@ -271,10 +283,16 @@ func (r *Redis) acknowledge(c *admitCall) {
 		return
 	}
 	r.leases.acknowledged(c.sent, c.ended)
+	denied, ends := false, uint32(0)
 	for i, check := range c.ask.Checks {
-		if c.more && check.Limit.Kind == Concurrency && c.reply[1+2*i] == replyDenied {
-			c.unfair = true
+		if l := check.Limit; l.Kind == Concurrency {
+			denied = denied || c.reply[1+2*i] == replyDenied
+			ends += r.leases.endsOf(l.stateKey(c.ask.Identity)).Load()
 		}
+	}
+	if c.unfair = denied && c.more; denied && !c.more && ends != c.ends && c.overtaken < maxOvertaken {
+		c.unfair = true
+		c.overtaken++
 	}
 	c.ended, c.more = nil, false
 }

@@ -144,7 +144,7 @@ func (r *Redis) release(ctx context.Context, now time.Time, leases []*lease) (so
 	}
 	var wg sync.WaitGroup
 	for to, node := range byNode {
-		wg.Go(func() { r.execSafely(ctx, to, node.commands) })
+		wg.Go(func() { r.shareSafely(ctx, to, node.commands) })
 	}
 	wg.Wait()
 	for _, node := range byNode {

@@ -26,6 +26,7 @@ type node struct {
 	name    string // its address, or the name of the master behind Sentinels
 	clock   serverClock
 	breaker breaker
+	outbox  outbox
 	refusal error // what calls get while the breaker is open
 
 	lastKey atomic.Pointer[string] // of the call that failed last
@@ -96,14 +97,14 @@ func (c *command) key() string {
 // newCommand returns a command whose first key is the given argument and whose
 // reply is integers. It is never sent twice.
 func newCommand(ctx context.Context, firstKey int8, args []any) *command {
-	cmd := scriptCmd{redis.NewIntSliceCmd(ctx, args...)}
+	cmd := &scriptCmd{IntSliceCmd: redis.NewIntSliceCmd(ctx, args...)}
 	cmd.SetFirstKeyPos(firstKey)
 	return &command{Cmder: cmd}
 }
 
-// execSafely is exec in a goroutine of its own.
-func (r *Redis) execSafely(ctx context.Context, to target, commands []*command) {
-	if bug := safely.Do("release", func() { r.exec(ctx, to, commands) }); bug != nil {
+// shareSafely is share in a goroutine of its own.
+func (r *Redis) shareSafely(ctx context.Context, to target, commands []*command) {
+	if bug := safely.Do("release", func() { r.share(ctx, to, commands) }); bug != nil {
 		for _, c := range commands {
 			c.SetErr(fmt.Errorf("%w: %w", errPanic, bug))
 		}
@@ -114,32 +115,42 @@ func (r *Redis) execSafely(ctx context.Context, to target, commands []*command) 
 // Each has its own error then. It returns when they were sent, zero if they were
 // not, and when the answers had come.
 func (r *Redis) exec(ctx context.Context, to target, commands []*command) (sent, received time.Time) {
+	return r.execBy(ctx, to, commands, send)
+}
+
+// share is exec that sends what others have for the node in the same round trip.
+// The commands must be those of newCommand or have no other reply than an error.
+func (r *Redis) share(ctx context.Context, to target, commands []*command) (sent, received time.Time) {
+	return r.execBy(ctx, to, commands, to.outbox.send)
+}
+
+func (r *Redis) execBy(ctx context.Context, to target, commands []*command,
+	send func(context.Context, *redis.Client, []*command) (sent, received time.Time),
+) (sent, received time.Time) {
 	if to.breaker.open.Load() && !r.stopped() { // what ends tries once more
 		for _, c := range commands {
 			c.SetErr(to.refusal)
 		}
 		return sent, received
 	}
-	sent = time.Now()
-	send(ctx, to.client, commands)
-	received = time.Now()
-	r.note(to.node, sent, received, commands...)
+	began := time.Now()
+	sent, received = send(ctx, to.client, commands)
+	r.note(to.node, began, received, commands...)
 	if r.cluster != nil && r.follow(ctx, commands) {
 		received = time.Now()
 	}
 	return sent, received
 }
 
-func send(ctx context.Context, client *redis.Client, commands []*command) {
-	if len(commands) == 1 {
-		_ = client.Process(ctx, commands[0].Cmder)
-		return
+// send sends commands in one round trip.
+func send(ctx context.Context, client *redis.Client, commands []*command) (sent, received time.Time) {
+	cmds := make([]redis.Cmder, len(commands))
+	for i, c := range commands {
+		cmds[i] = c.Cmder
 	}
-	pipe := client.Pipeline()
-	for _, c := range commands {
-		_ = pipe.Process(ctx, c.Cmder)
-	}
-	_, _ = pipe.Exec(ctx)
+	sent = time.Now()
+	transmit(ctx, client, cmds)
+	return sent, time.Now()
 }
 
 // follow sends commands again that a node of the Cluster redirects, which proves
@@ -288,7 +299,7 @@ func (r *Redis) probe(n *node) (gone bool, err error) {
 	c := newCommand(ctx, argFirstKey, args)
 	sent := time.Now()
 	send(ctx, fresh, []*command{c})
-	reply, err := c.Cmder.(scriptCmd).Result()
+	reply, err := c.Cmder.(*scriptCmd).Result()
 	if err == nil && len(reply) != 3 {
 		err = errShape
 	}

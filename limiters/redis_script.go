@@ -32,11 +32,25 @@ var (
 )
 
 // scriptCmd is a command that go-redis must never send twice.
-type scriptCmd struct{ *redis.IntSliceCmd }
+type scriptCmd struct {
+	*redis.IntSliceCmd
+	answered bool
+}
+
+// SetErr overrides that of go-redis, which for a connection that breaks blames
+// those commands of a pipeline, too, that were answered before.
+func (c *scriptCmd) SetErr(err error) {
+	if err == nil {
+		c.answered = true
+	} else if c.answered {
+		return
+	}
+	c.IntSliceCmd.SetErr(err)
+}
 
 // NoRetry overrides the default of go-redis, which in a Cluster resends a
 // command whose connection broke.
-func (scriptCmd) NoRetry() bool { return true }
+func (*scriptCmd) NoRetry() bool { return true }
 
 // Where things stand in scriptCall.args.
 const (
@@ -118,12 +132,12 @@ func (r *Redis) runTogether(ctx context.Context, calls []*scriptCall) {
 			c.args[argFirstKey+c.keys] = clock.at(deadline)
 			commands[i] = newCommand(ctx, argFirstKey, c.args)
 		}
-		sent, received := r.exec(ctx, n, commands)
+		sent, received := r.share(ctx, n, commands)
 
 		var again []*scriptCall
 		for i, c := range calls {
 			cmd := commands[i]
-			c.sent, c.reply, c.err = sent, cmd.Cmder.(scriptCmd).Val(), cmd.Err()
+			c.sent, c.reply, c.err = sent, cmd.Cmder.(*scriptCmd).Val(), cmd.Err()
 			if c.err == nil && len(c.reply) == 0 {
 				c.err = errShape
 			}

@@ -17,6 +17,7 @@ func benchmarkAdmit(b *testing.B, s Store) {
 	ctx := context.Background()
 	var clients atomic.Uint64
 	b.ReportAllocs()
+	b.SetParallelism(32)
 	b.RunParallel(func(pb *testing.PB) {
 		asks := ask("", limits...)
 		asks[0].Identity = nth(clients.Add(1))

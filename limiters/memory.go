@@ -197,6 +197,7 @@ func (s *memoryShard) admit(now int64, ask Ask, id uint64, adm *Admission) bool 
 			st.level = st.set.live(now)
 			st.fits = st.level < l.Capacity
 			if !st.fits {
+				st.set.purge(now)
 				st.set.cutBack(now, l.Lease.Microseconds())
 			}
 		}
@@ -224,7 +225,6 @@ func (s *memoryShard) admit(now int64, ask Ask, id uint64, adm *Admission) bool 
 				st.set = s.newLeases(st.key)
 			}
 			st.set.renew(now, adm.take(st.key, id, l.Lease))
-			st.set.purge(now)
 			st.level++
 		}
 
@@ -295,6 +295,7 @@ func (s *memoryShard) bucket(now int64, key stateKey) (bucket, bool) {
 func (s *memoryShard) leases(now int64, key stateKey) *slots {
 	set := s.slots[key]
 	if set != nil && now/1000 > set.expires {
+		set.leases = nil // they may be renewed into another set
 		delete(s.slots, key)
 		return nil
 	}

@@ -24,7 +24,8 @@
 -- then for each key:
 --   answer[1] outcome    0 denied, 1 allowed, 2 not evaluated
 --   answer[2] level      units left, or leases live, after this request
-local time = redis.call('TIME')
+local call = redis.call
+local time = call('TIME')
 local now = time[1] * 1000000 + time[2] -- us
 if now >= tonumber(ARGV[1]) then return {now} end
 
@@ -37,7 +38,7 @@ for i = 1, buckets do
   local refill, capacity, cost = tonumber(ARGV[arg]), tonumber(ARGV[arg + 1]), tonumber(ARGV[arg + 2])
   clock[i] = math.floor(now / tonumber(ARGV[arg + 3]))
   level[i] = capacity
-  local stored = redis.call('GET', KEYS[i])
+  local stored = call('GET', KEYS[i])
   if stored then
     local old, at = string.match(stored, '^(%d+) (%d+)$')
     if old then
@@ -54,15 +55,17 @@ end
 local slots = arg
 for i = buckets + 1, #KEYS do
   local capacity, lease, ended = tonumber(ARGV[arg]), tonumber(ARGV[arg + 1]), tonumber(ARGV[arg + 3])
-  if ended > 0 then redis.call('ZREM', KEYS[i], unpack(ARGV, arg + 4, arg + 3 + ended)) end
-  level[i] = redis.call('ZCOUNT', KEYS[i], now, '+inf')
+  if ended > 0 then call('ZREM', KEYS[i], unpack(ARGV, arg + 4, arg + 3 + ended)) end
+  level[i] = call('ZCOUNT', KEYS[i], now, '+inf')
   fits[i] = level[i] < capacity
   if not fits[i] then
+    -- Those that have ended do not count, but when many crash they are many.
+    call('ZREMRANGEBYSCORE', KEYS[i], '-inf', now - 1)
     -- An end that is further away than its lease is long is of a clock that was set back.
-    local far = redis.call('ZRANGEBYSCORE', KEYS[i], now + lease + 1, '+inf', 'WITHSCORES')
+    local far = call('ZRANGEBYSCORE', KEYS[i], now + lease + 1, '+inf', 'WITHSCORES')
     for j = 1, #far, 2 do
       local latest = now + (tonumber(string.match(far[j], '%d+$')) or lease)
-      if tonumber(far[j + 1]) > latest then redis.call('ZADD', KEYS[i], latest, far[j]) end
+      if tonumber(far[j + 1]) > latest then call('ZADD', KEYS[i], latest, far[j]) end
     end
     if ARGV[arg + 2] == '0' then allowed = false end
   end
@@ -79,7 +82,7 @@ for i = 1, buckets do
     local missing = capacity - level[i]
     local full = (missing - math.fmod(missing, refill)) / refill -- ticks, rounded down
     local ms = 1000 / tick                                       -- ticks a millisecond
-    redis.call('SET', KEYS[i], string.format('%.0f %.0f', level[i], clock[i]),
+    call('SET', KEYS[i], string.format('%.0f %.0f', level[i], clock[i]),
       'PX', (full - math.fmod(full, ms)) / ms + 2)
   end
   reply[#reply + 1] = (allowed or ARGV[arg + 4] == '0') and (fits[i] and 1 or 0) or 2
@@ -90,9 +93,8 @@ end
 arg = slots
 for i = buckets + 1, #KEYS do
   if allowed and fits[i] then
-    redis.call('ZADD', KEYS[i], now + tonumber(ARGV[arg + 1]), ARGV[3] .. ARGV[arg + 1])
-    redis.call('ZREMRANGEBYSCORE', KEYS[i], '-inf', now - 1)
-    redis.call('PEXPIRE', KEYS[i], 3600002) -- after the longest lease of all
+    call('ZADD', KEYS[i], now + tonumber(ARGV[arg + 1]), ARGV[3] .. ARGV[arg + 1])
+    call('PEXPIRE', KEYS[i], 3600002) -- after the longest lease of all
     level[i] = level[i] + 1
   end
   reply[#reply + 1] = (allowed or ARGV[arg + 2] == '0') and (fits[i] and 1 or 0) or 2

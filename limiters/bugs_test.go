@@ -93,8 +93,8 @@ func TestRedis_BugsInBackground(t *testing.T) {
 	bad := limit.stateKey(id("bad"))
 
 	r.leases.mu.Lock()
-	r.leases.ended[bad] = []*lease{nil} // with every release that is sent again
-	r.leases.held[nil] = struct{}{}     // with every renewal
+	r.leases.ended[bad] = &ended{leases: []*lease{nil}} // with every release that is sent again
+	r.leases.held[nil] = struct{}{}                     // with every renewal
 	r.leases.mu.Unlock()
 	eventually(t, "both loops caught a bug twice", func() bool {
 		releases, renewals := 0, 0

@@ -164,10 +164,10 @@ func TestCluster(t *testing.T) {
 			if err := r.flush(time.Now().Add(o.Timeout), true); err == nil {
 				t.Errorf("%s: no error from releases there", how)
 			}
-			if some, _ := r.leases.endedOf(time.Now(), slots.stateKey(asks[1].Identity), 1); len(some) > 0 {
+			if some, _ := r.leases.claim(time.Now(), 1, slots.stateKey(asks[1].Identity), 1); len(some) > 0 {
 				t.Errorf("%s: the other's release is not done", how)
 			}
-			if some, _ := r.leases.endedOf(time.Now(), slots.stateKey(asks[0].Identity), 1); len(some) == 0 {
+			if some, _ := r.leases.claim(time.Now(), 1, slots.stateKey(asks[0].Identity), 1); len(some) == 0 {
 				t.Errorf("%s: a release there is done", how)
 			}
 			if how == "hangs" {

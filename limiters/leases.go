@@ -17,7 +17,7 @@ type lease struct {
 	key    stateKey
 	id     uint64
 	length time.Duration
-	index  int // in set.leases, or in leaseTable.ended
+	index  int // in set.leases, or in ended.leases
 
 	// Of a Memory alone. Guarded by memoryShard.mu.
 	set *slots // that has it, or had
@@ -29,6 +29,19 @@ type lease struct {
 	ends     time.Time // when it has surely ended by itself; zero while it is held
 	released bool      // a release was acknowledged
 	gone     bool      // and it was the last word
+	claimed  uint64    // the admission that is to release it; 0: none
+}
+
+// ended are the leases of a key that were given back and are not forgotten yet: the
+// claimed ones first.
+type ended struct {
+	leases  []*lease
+	claimed int
+}
+
+func (e *ended) swap(i, j int) {
+	e.leases[i], e.leases[j] = e.leases[j], e.leases[i]
+	e.leases[i].index, e.leases[j].index = i, j
 }
 
 // leaseTable knows the leases that this process holds in Redis, and those it
@@ -37,18 +50,20 @@ type lease struct {
 // A release is final once Redis acknowledges one that was sent when no script
 // could take or lengthen the lease any more: before that a script under way, of
 // an admission whose reply never came or of a renewal, may come after it and
-// revive the lease. While a release is not acknowledged every admission of its
-// identity applies it as well, so that a client never waits for a slot that it
-// has freed itself.
+// revive the lease. While a release is not acknowledged the admissions of its
+// identity apply it as well, so that a client never waits for a slot that it has
+// freed itself. Each claims one of them that no other counts on: a client that
+// comes back has given one back, so there is one for each, and clients in any number
+// and order, as many as the limit, never meet each other's.
 type leaseTable struct {
 	longest time.Duration // that a script may be under way
 
 	mu     sync.Mutex // guards below and the marked fields of lease
 	held   map[*lease]struct{}
-	ended  map[stateKey][]*lease
+	ended  map[stateKey]*ended
 	nEnded int
 	queue  []*lease // ended, to be released at once
-	turn   int      // where endedOf begins
+	turn   int      // where claim begins
 
 	wake chan struct{} // capacity 1: the queue has something
 
@@ -59,7 +74,7 @@ func newLeaseTable(longest time.Duration) *leaseTable {
 	return &leaseTable{
 		longest: longest,
 		held:    map[*lease]struct{}{},
-		ended:   map[stateKey][]*lease{},
+		ended:   map[stateKey]*ended{},
 		wake:    make(chan struct{}, 1),
 	}
 }
@@ -96,8 +111,13 @@ func (t *leaseTable) end(now time.Time, unsure bool, leases ...*lease) {
 			continue
 		}
 		t.nEnded++
-		l.index = len(t.ended[l.key])
-		t.ended[l.key] = append(t.ended[l.key], l)
+		e := t.ended[l.key]
+		if e == nil {
+			e = &ended{}
+			t.ended[l.key] = e
+		}
+		l.index = len(e.leases)
+		e.leases = append(e.leases, l)
 		t.queue = append(t.queue, l)
 	}
 	t.kickLocked()
@@ -120,18 +140,20 @@ func (l *lease) wants(now time.Time) bool {
 	return !l.gone && (!l.released || !now.Before(l.revives))
 }
 
-// endedOf returns at most n leases of a key that want a release at now, others
-// each time if there are more, and whether there are.
-func (t *leaseTable) endedOf(now time.Time, key stateKey, n int) (some []*lease, more bool) {
+// claim returns at most n leases of a key that want a release at now and that no
+// admission has claimed, others each time if there are more, and whether there are.
+// The first is claimed by the admission until acknowledged or disclaim.
+func (t *leaseTable) claim(now time.Time, admission uint64, key stateKey, n int) (some []*lease, more bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	all := t.ended[key]
-	if len(all) == 0 {
+	e := t.ended[key]
+	if e == nil || e.claimed == len(e.leases) {
 		return nil, false
 	}
-	some = make([]*lease, 0, min(n, len(all)))
-	for i := range min(4*n, len(all)) { // not all, if few of very many want it
-		l := all[(t.turn+i)%len(all)]
+	free := e.leases[e.claimed:]
+	some = make([]*lease, 0, min(n, len(free)))
+	for i := range min(4*n, len(free)) { // not all, if few of very many want it
+		l := free[(t.turn+i)%len(free)]
 		if !l.wants(now) {
 			continue
 		}
@@ -142,7 +164,33 @@ func (t *leaseTable) endedOf(now time.Time, key stateKey, n int) (some []*lease,
 		some = append(some, l)
 	}
 	t.turn += len(some)
+	if len(some) > 0 {
+		some[0].claimed = admission
+		e.swap(some[0].index, e.claimed)
+		e.claimed++
+	}
 	return some, more
+}
+
+// disclaim ends the claims of an admission that has failed.
+func (t *leaseTable) disclaim(admission uint64, leases []*lease) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, l := range leases {
+		if l.claimed == admission {
+			t.disclaimLocked(l)
+		}
+	}
+}
+
+func (t *leaseTable) disclaimLocked(l *lease) {
+	if l.claimed == 0 || l.gone {
+		return
+	}
+	l.claimed = 0
+	e := t.ended[l.key]
+	e.claimed--
+	e.swap(l.index, e.claimed)
 }
 
 // acknowledged notes that Redis has applied a release sent at sent.
@@ -154,6 +202,7 @@ func (t *leaseTable) acknowledged(sent time.Time, leases []*lease) {
 	defer t.mu.Unlock()
 	for _, l := range leases {
 		l.released = true
+		t.disclaimLocked(l)
 		if !sent.Before(l.revives) {
 			t.forgetLocked(l)
 		}
@@ -164,17 +213,15 @@ func (t *leaseTable) forgetLocked(l *lease) {
 	if l.gone {
 		return
 	}
+	t.disclaimLocked(l)
 	l.gone = true
 	t.nEnded--
-	all := t.ended[l.key]
-	last := len(all) - 1
-	all[l.index] = all[last]
-	all[l.index].index = l.index
-	all[last] = nil
-	if last == 0 {
+	e := t.ended[l.key]
+	last := len(e.leases) - 1
+	e.swap(l.index, last)
+	e.leases[last] = nil
+	if e.leases = e.leases[:last]; last == 0 {
 		delete(t.ended, l.key)
-	} else {
-		t.ended[l.key] = all[:last]
 	}
 }
 
@@ -185,8 +232,8 @@ func (t *leaseTable) toRelease(now time.Time, n int, all bool) (leases []*lease,
 	defer t.mu.Unlock()
 	if all {
 		t.queue = t.queue[:0]
-		for _, ended := range t.ended {
-			t.queue = append(t.queue, ended...)
+		for _, e := range t.ended {
+			t.queue = append(t.queue, e.leases...)
 		}
 	}
 	n = min(n, len(t.queue))

@@ -3,6 +3,7 @@
 package limiters
 
 import (
+	"math/rand/v2"
 	"slices"
 	"testing"
 	"testing/synctest"
@@ -71,7 +72,7 @@ func TestLeaseTable_ReleaseOnce(t *testing.T) {
 	table.check("queue", table.released(1, false), 1)
 	table.check("queue again", table.released(1, false))
 	table.check("retry", table.released(1.3, true), 1)
-	some, more := table.endedOf(sec(1.3), l.key, 10)
+	some, more := table.claim(sec(1.3), 9, l.key, 10)
 	table.check("on the way of an admission", ids(some), 1)
 	if more {
 		t.Error("more than all")
@@ -155,7 +156,7 @@ func TestLeaseTable_Unsure(t *testing.T) {
 	table.end(sec(0), true, l)
 	table.check("at once", table.released(0, false), 1)
 	table.acknowledged(sec(0), []*lease{l})
-	some, _ := table.endedOf(sec(0.9), l.key, 10)
+	some, _ := table.claim(sec(0.9), 9, l.key, 10)
 	table.check("not needed again yet", ids(some))
 	table.check("nor here", table.released(0.9, true))
 	table.check("when it can no longer be taken", table.released(1, true), 1)
@@ -205,19 +206,107 @@ func TestLeaseTable_TakesTurns(t *testing.T) {
 	}
 	seen := map[uint64]int{}
 	for range 5 {
-		some, more := table.endedOf(sec(0), testLease(0).key, 4)
+		some, more := table.claim(sec(0), 100, testLease(0).key, 4)
 		if len(some) != 4 || !more {
 			t.Fatalf("got %d, %v, want 4 and more", len(some), more)
 		}
 		for _, l := range some {
 			seen[l.id]++
 		}
+		table.disclaim(100, some)
 	}
 	for n := range uint64(10) {
-		if seen[n] != 2 {
-			t.Errorf("lease %d: %d times, want 2", n, seen[n])
+		if seen[n] == 0 {
+			t.Errorf("lease %d: never", n)
 		}
 	}
+}
+
+// Clients, as many as the limit, begin their next requests when the last have ended,
+// and what they send runs and is answered in any order, as are releases: there is a
+// slot for each at once. Here Redis is a set, and many more have ended than one
+// admission may carry.
+func TestLeaseTable_ClosedLoop(t *testing.T) {
+	const clients = 5 * maxPiggyback
+	type call struct {
+		ended []*lease
+		takes *lease // nil: it only releases
+	}
+	for seed := range uint64(30) {
+		rng := rand.New(rand.NewPCG(seed, 0))
+		table := newLT(t)
+		redis := map[*lease]bool{}
+		var holding []*lease
+		var sent, ran []call
+		pick := func(calls *[]call) call {
+			i := rng.IntN(len(*calls))
+			c := (*calls)[i]
+			*calls = slices.Delete(*calls, i, i+1)
+			return c
+		}
+		idle, next, pace := clients, uint64(1), 0
+		for step := range 20_000 {
+			if step%500 == 0 {
+				pace = rng.IntN(4) // at times answers, or what ends, pile up
+			}
+			switch what := rng.IntN(5); {
+			case what == 0 && idle > 0:
+				l := testLease(next)
+				ended, _ := table.claim(sec(0), next, l.key, maxPiggyback)
+				sent = append(sent, call{ended, l})
+				idle, next = idle-1, next+1
+			case what == 1 && len(sent) > 0 && pace != 1:
+				c := pick(&sent)
+				for _, l := range c.ended {
+					delete(redis, l)
+				}
+				if ran = append(ran, c); c.takes == nil {
+					continue
+				}
+				if len(redis) >= clients {
+					t.Fatalf("seed %d, step %d: no slot for one of %d clients", seed, step, clients)
+				}
+				redis[c.takes] = true
+			case what == 2 && len(ran) > 0 && pace != 2:
+				c := pick(&ran)
+				if table.acknowledged(sec(0), c.ended); c.takes != nil {
+					table.hold(sec(0), c.takes)
+					holding = append(holding, c.takes)
+				}
+			case what == 3 && len(holding) > 0 && pace != 3:
+				i := rng.IntN(len(holding))
+				table.end(sec(0), false, holding[i])
+				holding = slices.Delete(holding, i, i+1)
+				idle++
+			case what == 4 && rng.IntN(50) == 0:
+				if leases, _ := table.toRelease(sec(0), roundSize, false); len(leases) > 0 {
+					sent = append(sent, call{leases, nil})
+				}
+			}
+		}
+		if next < 2*clients {
+			t.Fatalf("only %d requests", next)
+		}
+	}
+}
+
+// What an admission has claimed that has failed is there for the next one.
+func TestLeaseTable_Disclaim(t *testing.T) {
+	table := newLT(t)
+	table.end(sec(0), false, testLease(1), testLease(2))
+	first, _ := table.claim(sec(0), 10, testLease(0).key, 1)
+	second, _ := table.claim(sec(0), 11, testLease(0).key, 1)
+	table.check("one each", ids(slices.Concat(first, second)), 1, 2)
+	if some, more := table.claim(sec(0), 12, testLease(0).key, 1); len(some) > 0 || more {
+		t.Errorf("a third got %d, %v", len(some), more)
+	}
+	table.disclaim(10, first)
+	third, _ := table.claim(sec(0), 12, testLease(0).key, 1)
+	table.check("the third, of the first", ids(third), first[0].id)
+	table.acknowledged(sec(0), second)
+	table.disclaim(12, third)
+	table.acknowledged(sec(0), third)
+	table.empty()
 }
 
 // While Redis is away memory is bounded.
@@ -230,8 +319,8 @@ func TestLeaseTable_Bounded(t *testing.T) {
 	table.hold(sec(0), leases...)
 	due := table.due(sec(5), 0)
 	table.end(sec(5), false, leases...)
-	if table.nEnded != maxEnded || len(table.ended[leases[0].key]) != maxEnded || len(table.queue) != maxEnded {
-		t.Errorf("got %d ended, %d of the key, %d queued, want %d", table.nEnded, len(table.ended[leases[0].key]), len(table.queue), maxEnded)
+	if table.nEnded != maxEnded || len(table.ended[leases[0].key].leases) != maxEnded || len(table.queue) != maxEnded {
+		t.Errorf("got %d ended, %d of the key, %d queued, want %d", table.nEnded, len(table.ended[leases[0].key].leases), len(table.queue), maxEnded)
 	}
 	for _, renewed := range due { // those that were dropped as well
 		table.renewed(sec(5), true, sec(5), renewed)

@@ -247,7 +247,7 @@ func (r *Redis) admitCall(now time.Time, ask Ask) admitCall {
 		c.args = append(c.args, bit(check.Dark))
 		if l.Kind == Concurrency {
 			c.ends += r.leases.endsOf(l.stateKey(ask.Identity)).Load()
-			ended, more := r.leases.endedOf(now, l.stateKey(ask.Identity), maxPiggyback)
+			ended, more := r.leases.claim(now, c.id, l.stateKey(ask.Identity), maxPiggyback)
 			c.args = append(c.args, len(ended))
 			for _, e := range ended {
 				c.args = append(c.args, r.member(e))
@@ -280,6 +280,7 @@ func (r *Redis) member(l *lease) string {
 func (r *Redis) acknowledge(c *admitCall) {
 	c.unfair = false
 	if c.err != nil || len(c.reply) != 1+2*len(c.ask.Checks) {
+		r.leases.disclaim(c.id, c.ended)
 		return
 	}
 	r.leases.acknowledged(c.sent, c.ended)

@@ -5,11 +5,14 @@ package limiters
 import (
 	"context"
 	"encoding/binary"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/redistest"
 )
 
 func (m *Memory) buckets() (n int) {
@@ -211,5 +214,46 @@ func TestMemory_Allocations(t *testing.T) {
 	got = testing.AllocsPerRun(1000, func() { d.Denied(epoch, asks) })
 	if most := 1.0; got > most { // the results
 		t.Errorf("a denial from memory: %v allocations, want at most %v", got, most)
+	}
+}
+
+// What an identity costs that is neither idle for long nor has a request in
+// progress.
+func TestMemory_BytesPerIdentity(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector needs memory, too")
+	}
+	const identities = 200_000
+	l := rate(t, "rate", 1, time.Hour, 500, 1)
+	heap := func() int64 {
+		runtime.GC()
+		var stats runtime.MemStats
+		runtime.ReadMemStats(&stats)
+		return int64(stats.HeapAlloc)
+	}
+	before := heap()
+	m := newMemory(0)
+	now := m.now()
+	for n := range uint64(identities) {
+		m.Release(m.admitAt(now, []Ask{{nth(n), []Check{{Limit: l}}}}))
+	}
+	got := (heap() - before) / identities
+	t.Logf("%d B", got)
+	if got > 200 {
+		t.Errorf("%d B, want at most 200", got)
+	}
+	runtime.KeepAlive(m)
+}
+
+// The same in Redis.
+func TestRedis_BytesPerIdentity(t *testing.T) {
+	srv := redistest.Start(t)
+	r := startRedis(t, redisAt(srv.Addr))
+	l := rate(t, "rate", 100, time.Second, 500, 1)
+	must(t, r, ask("a", l))
+	got := srv.Client().MemoryUsage(t.Context(), l.stateKey(id("a")).redis(DefaultKeyPrefix)).Val()
+	t.Logf("%d B", got)
+	if got > 250 {
+		t.Errorf("%d B, want at most 250", got)
 	}
 }

@@ -149,6 +149,7 @@ func (r *Redis) runTogether(ctx context.Context, calls []*scriptCall) {
 				clock.learn(sent, received, c.reply[0])
 			}
 			switch {
+			case c.err == nil && len(c.reply) > 1: // as nearly always
 			case redis.HasErrorPrefix(c.err, "NOSCRIPT"):
 				c.args[argCommand], c.args[argScript] = "eval", c.script.source
 				again = append(again, c)

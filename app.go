@@ -39,7 +39,8 @@ type App struct {
 	KeySecret string `json:"key_secret,omitempty"`
 
 	// What happens to requests when the store fails: `open` lets them pass,
-	// `closed` answers all but critical ones with 503 (default `open`).
+	// `local` applies each instance's equal share of the limits, `closed` answers
+	// all but critical ones with 503 (default `open`).
 	OnStoreError string `json:"on_store_error,omitempty"`
 
 	logger   *zap.Logger

@@ -38,7 +38,7 @@ func parseDirective(helper httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, e
 //		fleet       <capacity|auto> reserve <percent> [mode <mode>]
 //		workers     [<n>] [good <percent>] [bad <percent>] [grace <duration>] [ramp <duration>] [utilization <source> <args>...] [mode <mode>]
 //		mode        off | dark | enforce [<percent>]
-//		on_store_error    open | closed
+//		on_store_error    open | local | closed
 //		ratelimit_headers on | off
 //		should_retry      omit | auto
 //		doc_url           <url>
@@ -75,7 +75,7 @@ func (h *Handler) unmarshal(helper httpcaddyfile.Helper) error {
 		"fleet":             h.unmarshalFleet,
 		"workers":           h.unmarshalWorkers,
 		"mode":              readMode(&h.Mode),
-		"on_store_error":    readOnStoreError(&h.OnStoreError),
+		"on_store_error":    readWord(&h.OnStoreError, storeErrorWords),
 		"ratelimit_headers": readOnOff(&h.RateLimitHeaders),
 		"should_retry":      readWord(&h.ShouldRetry, shouldRetryWords),
 		"doc_url":           h.unmarshalDocURL,

@@ -45,7 +45,7 @@ func parseGlobalOption(d *caddyfile.Dispenser, existing any) (any, error) {
 //			pool_size         <n>
 //		}
 //		key_secret     <secret>
-//		on_store_error open | closed
+//		on_store_error open | local | closed
 //	}
 //
 // An address is host:port or a redis://, rediss:// or unix:// URL; empty ones
@@ -57,7 +57,7 @@ func (a *App) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	args, err := options{
 		"redis":          a.unmarshalRedis,
 		"key_secret":     readText(&a.KeySecret),
-		"on_store_error": readOnStoreError(&a.OnStoreError),
+		"on_store_error": readWord(&a.OnStoreError, storeErrorWords),
 	}.read(d, false)
 	if err != nil {
 		return err

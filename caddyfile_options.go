@@ -124,7 +124,7 @@ func readWord(to *string, words []string) option {
 	return func(d *caddyfile.Dispenser) error {
 		name := d.Val()
 		if !d.NextArg() || !slices.Contains(words, d.Val()) {
-			return d.Errf("'%s' is %s", name, strings.Join(words, " or "))
+			return d.Errf("'%s' is %s", name, alternatives(words))
 		}
 		*to = d.Val()
 		return nil
@@ -137,19 +137,6 @@ func readOnOff(to **bool) option {
 		err := readWord(&s, []string{"on", "off"})(d)
 		*to = new(s == "on")
 		return err
-	}
-}
-
-func readOnStoreError(to *string) option {
-	return func(d *caddyfile.Dispenser) error {
-		if !d.NextArg() || d.Val() == "" {
-			return d.Err("'on_store_error' is open or closed")
-		}
-		*to = d.Val()
-		if err := validateOnStoreError(*to); err != nil {
-			return d.WrapErr(err)
-		}
-		return nil
 	}
 }
 

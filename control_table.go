@@ -96,7 +96,7 @@ func (o *override) of(n *limitNumbers, logger *zap.Logger) *limitNumbers {
 	}
 	made := &madeLimit{from: n, to: n}
 	if l, err := overridden(n.limit, &o.Override); err == nil {
-		made.to = &limitNumbers{l, newLimitWords(l)}
+		made.to = newLimitNumbers(l)
 	} else {
 		logger.Warn("an override does not fit its limit any more and is not in force",
 			zap.String("target", o.Target.String()), zap.String("identity", o.Identity), zap.Error(err))

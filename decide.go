@@ -83,7 +83,7 @@ func (h *Handler) provisionLimit(ctx caddy.Context, l *limiters.Limit, config an
 	if err != nil {
 		return err
 	}
-	hl := handlerLimit{numbers: &limitNumbers{l, newLimitWords(l)}, mode: min(h.Mode.level(), mode.level())}
+	hl := handlerLimit{numbers: newLimitNumbers(l), mode: min(h.Mode.level(), mode.level())}
 	loaded, err := ctx.LoadModule(config, "MatchRaw")
 	if err != nil {
 		return err
@@ -171,14 +171,20 @@ func (h *Handler) decide(a *attachment, r *http.Request, repl *caddy.Replacer, v
 	}
 	t.admission, err = a.store.Admit(ctx, asks)
 	a.store.denials.Learn(now, asks, t.admission)
+	failed := outcomeStoreError
+	if err != nil {
+		// A bug of ours is no reason to refuse anybody.
+		if _, bug := errors.AsType[*safely.Bug](err); bug {
+			failed = outcomePanic
+		} else if h.OnStoreError == onStoreErrorLocal && t.admission.Allowed {
+			a.decideLocally(v, asks, t)
+		}
+	}
 	h.read(a, v, t.admission, err)
 	if err != nil && v.outcome == outcomeAllowed {
-		v.outcome = outcomeStoreError
-		if _, bug := errors.AsType[*safely.Bug](err); bug {
-			v.outcome = outcomePanic // a bug of ours, and no reason to refuse anybody
-		} else {
-			v.closed = h.OnStoreError == "closed" && v.criticality != shedding.Critical && v.unanswered()
-		}
+		v.outcome = failed
+		v.closed = failed == outcomeStoreError && h.OnStoreError == onStoreErrorClosed &&
+			v.criticality != shedding.Critical && v.unanswered()
 	}
 	if v.rejects() {
 		h.giveBack(a, t) // at once, and not when the answer is written
@@ -280,7 +286,7 @@ func (h *Handler) read(a *attachment, v *verdict, adm limiters.Admission, failed
 		if l.result.Outcome == limiters.Unknown && failed == nil {
 			continue // another limit's denial was remembered, so nobody asked
 		}
-		a.limits[l.index].metrics.decision(l.dark, l.result.Outcome)
+		a.limits[l.index].metrics.decision(l.dark, l.local, l.result.Outcome)
 		switch denied := l.result.Outcome == limiters.Denied; {
 		case !denied:
 		case l.dark && v.wouldReject == nil:

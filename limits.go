@@ -26,7 +26,14 @@ const burstSeconds = 5
 var (
 	modeWords        = []string{"enforce", "dark", "off"}
 	shouldRetryWords = []string{"omit", "auto"}
+	storeErrorWords  = []string{"open", onStoreErrorLocal, onStoreErrorClosed}
 	rejectWords      = []string{"json", "error"}
+)
+
+// What on_store_error does besides nothing.
+const (
+	onStoreErrorLocal  = "local"
+	onStoreErrorClosed = "closed"
 )
 
 // optionWords are no names: a name that is left out before one of them, or an
@@ -163,27 +170,26 @@ func (h *Handler) validateConfig() error {
 		h.validateShedders(),
 		validateKey(h.Key),
 		h.Mode.validate(),
-		validateOnStoreError(h.OnStoreError),
+		validateWord("on_store_error", h.OnStoreError, storeErrorWords),
 		validateWord("should_retry", h.ShouldRetry, shouldRetryWords),
 		validateWord("reject", h.Reject, rejectWords),
 		validateDocURL(h.DocURL),
 	)
 }
 
+// alternatives lists words: a, b or c.
+func alternatives(words []string) string {
+	last := len(words) - 1
+	return strings.Join(words[:last], ", ") + " or " + words[last]
+}
+
 // validateWord checks an option that takes one of a few words; the empty word
 // is the default.
 func validateWord(option, word string, words []string) error {
 	if word != "" && !slices.Contains(words, word) {
-		return fmt.Errorf("%s '%s' is not %s", option, word, strings.Join(words, " or "))
+		return fmt.Errorf("%s '%s' is not %s", option, word, alternatives(words))
 	}
 	return nil
-}
-
-func validateOnStoreError(word string) error {
-	if word == "local" {
-		return errors.New("on_store_error local comes with a later release; until then use open or closed")
-	}
-	return validateWord("on_store_error", word, []string{"open", "closed"})
 }
 
 func validateDocURL(s string) error {

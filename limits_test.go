@@ -103,7 +103,7 @@ func TestHandler_ValidateConfig(t *testing.T) {
 		{"percent of dark", `{"mode": {"state": "dark", "percent": 5}, "rate": [{"requests": 1}]}`, "no percentage"},
 		{"percent below 0", `{"mode": {"state": "enforce", "percent": -1}, "rate": [{"requests": 1}]}`, "between 0 and 100"},
 		{"percent above 100", `{"mode": {"state": "enforce", "percent": 101}, "rate": [{"requests": 1}]}`, "between 0 and 100"},
-		{"local", `{"on_store_error": "local", "rate": [{"requests": 1}]}`, "later release"},
+		{"on_store_error", `{"on_store_error": "close", "rate": [{"requests": 1}]}`, "on_store_error 'close' is not open, local or closed"},
 		{"should_retry", `{"should_retry": "true", "rate": [{"requests": 1}]}`, "should_retry 'true' is not omit or auto"},
 		{"reject", `{"reject": "html", "rate": [{"requests": 1}]}`, "reject 'html' is not json or error"},
 		{"doc_url without host", `{"doc_url": "https:///a", "rate": [{"requests": 1}]}`, "doc_url"},

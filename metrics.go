@@ -103,6 +103,7 @@ func (m *poolMetrics) request(c shedding.Criticality, o outcome) {
 type limitMetrics struct {
 	enforce, dark struct {
 		decisions  [limiters.NotEvaluated + 1]prometheus.Counter
+		local      [limiters.Denied + 1]prometheus.Counter
 		noIdentity prometheus.Counter
 	}
 }
@@ -120,16 +121,24 @@ func newLimitMetrics(pool string, l *limiters.Limit) *limitMetrics {
 			m.enforce.decisions[o] = counter("enforce", o.String())
 		}
 	}
+	for o := limiters.Allowed; o <= limiters.Denied; o++ {
+		m.dark.local[o], m.enforce.local[o] = counter("dark", "local_"+o.String()), counter("enforce", "local_"+o.String())
+	}
 	m.dark.noIdentity = counter("dark", "no_identity")
 	m.enforce.noIdentity = counter("enforce", "no_identity")
 	return m
 }
 
-// decision counts what the limit said to one request.
-func (m *limitMetrics) decision(dark bool, o limiters.Outcome) {
-	counter := m.enforce.decisions[o]
+// decision counts what the limit said to one request. What an instance decided
+// alone is told apart: it is not what the limit would have said.
+func (m *limitMetrics) decision(dark, local bool, o limiters.Outcome) {
+	mode := &m.enforce
 	if dark {
-		counter = m.dark.decisions[o]
+		mode = &m.dark
+	}
+	counter := mode.decisions[o]
+	if local && int(o) < len(mode.local) {
+		counter = mode.local[o]
 	}
 	if counter != nil {
 		counter.Inc()

@@ -211,19 +211,25 @@ func TestLimitMetrics(t *testing.T) {
 		t.Fatal(err)
 	}
 	m := newLimitMetrics(pool, limit)
-	m.decision(false, limiters.Allowed)
-	m.decision(false, limiters.Allowed)
-	m.decision(false, limiters.Denied)
-	m.decision(false, limiters.NotEvaluated) // cannot happen; must not panic
-	m.decision(true, limiters.NotEvaluated)
-	m.decision(true, limiters.Unknown)
+	m.decision(false, false, limiters.Allowed)
+	m.decision(false, false, limiters.Allowed)
+	m.decision(false, false, limiters.Denied)
+	m.decision(false, false, limiters.NotEvaluated) // cannot happen; must not panic
+	m.decision(true, false, limiters.NotEvaluated)
+	m.decision(true, false, limiters.Unknown)
+	m.decision(false, true, limiters.Allowed)
+	m.decision(false, true, limiters.Denied)
+	m.decision(true, true, limiters.Denied)
+	m.decision(true, true, limiters.NotEvaluated)
 	m.noIdentity(false)
 
 	want := map[string]float64{}
 	for labels, v := range map[string]float64{
 		"mode=enforce outcome=allowed": 2, "mode=enforce outcome=denied": 1,
 		"mode=enforce outcome=store_error": 0, "mode=enforce outcome=no_identity": 1,
-		"mode=dark outcome=allowed": 0, "mode=dark outcome=denied": 0, "mode=dark outcome=not_evaluated": 1,
+		"mode=dark outcome=allowed": 0, "mode=dark outcome=denied": 0, "mode=dark outcome=not_evaluated": 2,
+		"mode=enforce outcome=local_allowed": 1, "mode=enforce outcome=local_denied": 1,
+		"mode=dark outcome=local_allowed": 0, "mode=dark outcome=local_denied": 1,
 		"mode=dark outcome=store_error": 1, "mode=dark outcome=no_identity": 0,
 	} {
 		want["kind=concurrency limit=uploads "+labels] = v
@@ -347,7 +353,7 @@ func TestMetrics_HotPathDoesNotAllocate(t *testing.T) {
 	observe := newStoreObserver()
 	n := testing.AllocsPerRun(100, func() {
 		pool.request(shedding.Get, outcomeAllowed)
-		rate.decision(false, limiters.Allowed)
+		rate.decision(false, false, limiters.Allowed)
 		observe("admit", time.Millisecond, nil)
 	})
 	if n != 0 {

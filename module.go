@@ -94,7 +94,8 @@ type Handler struct {
 	Mode *Mode `json:"mode,omitempty"`
 
 	// What happens to requests when the store fails: `open` lets them pass,
-	// `closed` answers all but critical ones with 503 (default: the app's).
+	// `local` applies this instance's equal share of the limits, `closed` answers
+	// all but critical ones with 503 (default: the app's).
 	OnStoreError string `json:"on_store_error,omitempty"`
 
 	// Whether allowed responses carry the RateLimit and RateLimit-Policy
@@ -393,8 +394,11 @@ var rejectionFields = []string{
 // others.
 func (h *Handler) giveBack(a *attachment, t *taken) {
 	t.leave()
-	admission := t.admission
-	t.admission = limiters.Admission{}
+	admission, local := t.admission, t.local
+	t.admission, t.local = limiters.Admission{}, nil
+	if local != nil {
+		_ = safely.Do("release", local)
+	}
 	_ = safely.Do("release", func() { a.store.Release(admission) })
 	_ = safely.Do("release", func() { a.store.denials.Ended(admission) })
 }

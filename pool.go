@@ -71,6 +71,11 @@ type poolLimit struct {
 type limitNumbers struct {
 	limit *limiters.Limit
 	words *limitWords
+	local atomic.Pointer[localShare]
+}
+
+func newLimitNumbers(l *limiters.Limit) *limitNumbers {
+	return &limitNumbers{limit: l, words: newLimitWords(l)}
 }
 
 func newPool(name string) (caddy.Destructor, error) {
@@ -135,6 +140,7 @@ func (s *shared) commit(declared []*declaredLimit) {
 type store struct {
 	limiters.Store
 	denials *limiters.Denials
+	local   localLimits
 	control *controller
 	kind    string // memory, redis, redis_cluster or redis_sentinel
 	count   func(operation string, took time.Duration, err error)
@@ -147,6 +153,7 @@ type store struct {
 func (s *store) Destruct() error {
 	defer s.log.close()
 	s.control.close()
+	s.local.close()
 	return s.Close()
 }
 

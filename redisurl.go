@@ -170,5 +170,5 @@ func (a *App) validateConfig() error {
 			return err
 		}
 	}
-	return validateOnStoreError(a.OnStoreError)
+	return validateWord("on_store_error", a.OnStoreError, storeErrorWords)
 }

@@ -93,8 +93,7 @@ func TestApp_ValidateConfig(t *testing.T) {
 		{"negative pool", &App{Redis: &RedisConfig{Addresses: []string{"a:1"}, PoolSize: -1}}, "below 0"},
 		{"braces", &App{Redis: &RedisConfig{KeyPrefix: "{a}:"}}, "braces"},
 		{"another placeholder", &App{Redis: &RedisConfig{KeyPrefix: "{system.hostname}:"}}, "braces"},
-		{"local", &App{OnStoreError: "local"}, "later release"},
-		{"store error", &App{OnStoreError: "pass"}, "on_store_error 'pass' is not open or closed"},
+		{"store error", &App{OnStoreError: "pass"}, "on_store_error 'pass' is not open, local or closed"},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) { testValidate(t, c.app, c.want) })

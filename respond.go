@@ -27,7 +27,7 @@ const (
 	outcomeDenied     outcome = "denied"      // 429: the user's own share is used up
 	outcomeShed       outcome = "shed"        // 503: our health
 	outcomeExempt     outcome = "exempt"      // not looked at
-	outcomeStoreError outcome = "store_error" // the store failed: passed, or 503 with on_store_error closed
+	outcomeStoreError outcome = "store_error" // the store failed: passed, by local numbers or any; or 503 with on_store_error closed
 	outcomePanic      outcome = "panic"       // a bug of ours: passed
 )
 
@@ -77,6 +77,7 @@ type limitVerdict struct {
 	index    int32  // in Handler.limits
 	endpoint bool   // the limit has matchers
 	dark     bool   // it only counts
+	local    bool   // the store failed, and this instance decided alone
 	result   limiters.Result
 }
 

@@ -48,7 +48,7 @@ func said(t testing.TB, name, numbers string, result limiters.Result) limitVerdi
 	if err != nil {
 		t.Fatal(err)
 	}
-	return limitVerdict{limitNumbers: &limitNumbers{l, newLimitWords(l)}, source: "API key", result: result}
+	return limitVerdict{limitNumbers: newLimitNumbers(l), source: "API key", result: result}
 }
 
 // deniedBy returns the verdict of a request that its first limit denied.

@@ -201,6 +201,8 @@ type shedders struct {
 
 	strongest float64 // mode of the handlers; see Mode.strength
 
+	local bool // a handler that has the fleet says on_store_error local
+
 	said map[string]string // String of each, for comparison
 }
 
@@ -220,6 +222,7 @@ func (a *App) declareShedders(ctx caddy.Context, h *Handler) error {
 			return err
 		}
 		s.fleet = h.Fleet
+		s.local = s.local || h.OnStoreError == onStoreErrorLocal
 	}
 	if h.Workers == nil {
 		return nil
@@ -345,7 +348,7 @@ func (s *shared) commitShedders(config *shedders) error {
 			return err
 		}
 		settings := f.settings(config.workers)
-		settings.Timeout = s.store.timeout
+		settings.Timeout, settings.ShareOnError = s.store.timeout, config.local
 		s.fleet.Set(settings)
 		modes.fleet, modes.of = &shedderMode{f.Mode.level(), config.strength(f.Mode), config.fleetWords(), newShedderMetrics(s.pool.name, "fleet")}, s
 	}

@@ -20,6 +20,7 @@ import (
 // taken is what a request has taken and has to give back.
 type taken struct {
 	admission limiters.Admission
+	local     func() // gives back what this instance has decided alone; nil: nothing
 	held
 }
 

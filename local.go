@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package striperatelimit
+
+import (
+	"context"
+	"sync"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/limiters"
+)
+
+// localLimits are what an instance decides by alone while its store fails, with
+// on_store_error local. They belong to the store and are kept from one outage to
+// the next: a store that comes and goes fills no bucket.
+type localLimits struct {
+	mu     sync.Mutex // guards below
+	memory *limiters.Memory
+}
+
+// store returns the memory, which it makes with the first outage.
+func (l *localLimits) store() *limiters.Memory {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.memory == nil {
+		l.memory = limiters.NewMemory(0)
+	}
+	return l.memory
+}
+
+// close ends the memory, if there ever was one. Nobody may ask any more.
+func (l *localLimits) close() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.memory != nil {
+		_ = l.memory.Close() // never fails
+	}
+}
+
+// localShare is the share of a limit that one of n instances decides by.
+type localShare struct {
+	n     int64
+	limit *limiters.Limit
+}
+
+// share returns the limit as one of n instances applies it alone. It is made once,
+// because the names of what stores keep are the whole process's.
+func (l *limitNumbers) share(n int64) *limiters.Limit {
+	if s := l.local.Load(); s != nil && s.n == n {
+		return s.limit
+	}
+	s := &localShare{n, l.limit.Share(n)}
+	l.local.Store(s)
+	return s.limit
+}
+
+// decideLocally answers what the store owes, which it has failed to answer: by
+// this instance's share, one of as many as shared the store when last heard of.
+// What is taken is in t. The answers are not to be learned as denials, which are
+// those of whole limits.
+func (a *attachment) decideLocally(v *verdict, asks []limiters.Ask, t *taken) {
+	n := max(1, a.store.control.instances.Load())
+	results := t.admission.Results
+	var owed []limiters.Ask
+	var at []int // in results and v.limits, of each check of owed
+	first := 0
+	for _, ask := range asks {
+		from := first
+		first += len(ask.Checks)
+		if results[from].Outcome != limiters.Unknown {
+			continue // all of an identity is answered, or nothing
+		}
+		checks := make([]limiters.Check, 0, len(ask.Checks))
+		for i := from; i < first; i++ {
+			l := &v.limits[i]
+			checks = append(checks, limiters.Check{Limit: l.share(n), Dark: l.dark})
+			at = append(at, i)
+		}
+		owed = append(owed, limiters.Ask{Identity: ask.Identity, Checks: checks})
+	}
+	memory := a.store.local.store()
+	adm, _ := memory.Admit(context.Background(), owed) // never fails
+	t.local = func() { memory.Release(adm) }
+	t.admission.Allowed = adm.Allowed
+	for i, result := range adm.Results {
+		results[at[i]], v.limits[at[i]].local = result, true
+	}
+}

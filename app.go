@@ -43,6 +43,7 @@ type App struct {
 	// all but critical ones with 503 (default `open`).
 	OnStoreError string `json:"on_store_error,omitempty"`
 
+	events   *caddyevents.App
 	logger   *zap.Logger
 	hasher   *hasher
 	storeKey string                 // equal for equal stores, in the pool of stores
@@ -89,11 +90,12 @@ func (a *App) Provision(ctx caddy.Context) error {
 	if err := a.provisionStore(secret); err != nil {
 		return err
 	}
-	events, err := ctx.App("events")
+	app, err := ctx.App("events")
 	if err != nil {
 		return err
 	}
-	return events.(*caddyevents.App).On("started", started{a})
+	a.events = app.(*caddyevents.App)
+	return a.events.On("started", started{a})
 }
 
 // processSecret hashes identities where nobody else needs to agree with us.
@@ -145,10 +147,11 @@ func (a *App) provisionStore(secret string) error {
 
 // newStore makes the store of this config, for the pool of stores.
 func (a *App) newStore() (caddy.Destructor, error) {
-	s := &store{denials: limiters.NewDenials(), kind: "memory", log: storeLog{logger: caddyLogger}}
+	s := &store{denials: limiters.NewDenials(), kind: "memory", log: storeLog{logger: caddyLogger}, events: newEvents()}
 	if a.options == nil {
 		s.Store = limiters.NewMemory(0)
 		s.control = newController(nil, s.denials, a.place, "", a.storage)
+		s.control.emit = s.events.emit
 		return s, nil
 	}
 	s.kind, s.timeout = "redis", a.options.Timeout
@@ -164,6 +167,7 @@ func (a *App) newStore() (caddy.Destructor, error) {
 	redis := limiters.NewRedis(options)
 	s.Store = redis
 	s.control = newController(redis, s.denials, a.place, a.secret, a.storage)
+	s.control.emit = s.events.emit
 	return s, nil
 }
 

@@ -26,7 +26,7 @@ var arrows = []struct {
 }{
 	// The root knows go-redis for its options alone: a copy of them in limiters
 	// would be a second one of what RedisConfig says already.
-	{".", []string{"limiters", "shedding", "control", "internal/replay", "internal/safely", "github.com/caddyserver", "github.com/prometheus", "github.com/redis/go-redis/v9", "github.com/spf13/cobra", "go.uber.org/zap"}, true},
+	{".", []string{"limiters", "shedding", "control", "internal/replay", "internal/safely", "github.com/caddyserver", "github.com/prometheus", "github.com/redis/go-redis/v9", "github.com/spf13/cobra", "go.opentelemetry.io/otel", "go.uber.org/zap"}, true},
 	{"cmd/*", []string{".", "github.com/caddyserver"}, true},
 	{"limiters", []string{"lua", "internal/safely", "github.com/redis/go-redis/v9"}, false},
 	{"shedding", []string{"internal/safely"}, false},

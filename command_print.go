@@ -66,8 +66,10 @@ func (s *storeStatus) words() string {
 	default:
 		words += ", " + count(s.Instances, "instance")
 	}
-	if s.Error != "" {
-		words += ", FAILING (" + s.Error + "): requests are treated as on_store_error says"
+	if len(s.Failing) > 0 {
+		words += ", FAILING: " + strings.Join(s.Failing, ", ") + "; on_store_error says what becomes of requests"
+	} else if s.Error != "" {
+		words += ", failed just now: " + s.Error
 	}
 	if s.Waiting > 0 {
 		words += fmt.Sprintf(", %d changes wait for it", s.Waiting)

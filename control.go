@@ -45,6 +45,7 @@ type controller struct {
 	secret  string // fingerprint of key_secret
 	place   string // equal for equal data, whatever the options of the connection
 	logger  *zap.Logger
+	emit    func(event string, data map[string]any)
 
 	table     atomic.Pointer[inForce] // what requests go by; nil: nothing is in force
 	instances atomic.Int64            // that share the store, as last heard
@@ -76,6 +77,7 @@ func newController(redis *limiters.Redis, denials *limiters.Denials, place, secr
 		redis: redis, denials: denials, place: place, secret: fingerprint(secret), storage: storage,
 		logger: caddy.Log().Named("stripe_ratelimit"), // that of a config ends with it
 		view:   new(control.View),
+		emit:   func(string, map[string]any) {},
 		rounds: make(chan struct{}),
 		wake:   make(chan struct{}, 1),
 		save:   make(chan struct{}, 1),
@@ -294,6 +296,10 @@ func (c *controller) tell(e control.Event, via string) {
 	}
 	write := c.logger.Info
 	if s := e.Switch; s != nil {
+		c.emit(eventSwitchChanged, map[string]any{
+			"action": string(e.Action), "target": s.Target.String(), "mode": s.Mode.String(), "scope": string(s.Scope),
+			"until": s.Until.Format(time.RFC3339), "reason": s.Reason, "actor": s.Actor,
+		})
 		write("switch "+string(e.Action), append(noteFields(s.Note, via),
 			zap.String("target", s.Target.String()), zap.Stringer("mode", s.Mode), zap.String("scope", string(s.Scope)))...)
 		return

@@ -44,7 +44,7 @@ func (brokenStore) Admit(context.Context, []limiters.Ask) (limiters.Admission, e
 // serve.
 func newTestStore(s limiters.Store) *store {
 	denials := limiters.NewDenials()
-	return &store{Store: s, denials: denials, control: newController(nil, denials, "", "", nil), timeout: time.Hour}
+	return &store{Store: s, denials: denials, control: newController(nil, denials, "", "", nil), events: newEvents(), timeout: time.Hour}
 }
 
 func (h *Handler) onStore(t *testing.T, s limiters.Store) *Handler {

@@ -93,7 +93,7 @@ func TestStoreObserver_BreakerOpen(t *testing.T) {
 		Universal: redis.UniversalOptions{Addrs: []string{"127.0.0.1:1"}},
 		Observe:   newStoreObserver(),
 	})
-	s := &store{Store: r}
+	s := &store{Store: r, events: newEvents()}
 	nodes := map[string]bool{"elsewhere": true}
 	if s.nodes(nodes); nodes["127.0.0.1:1"] || len(nodes) != 2 {
 		t.Errorf("got the nodes %v, want two, one of them open", nodes)

@@ -339,6 +339,7 @@ func (h *Handler) judge(a *attachment, w http.ResponseWriter, r *http.Request, t
 	h.guard(v, func() { h.decide(a, r, repl, v, t) })
 	h.guard(v, func() {
 		h.annotate(r, repl, v)
+		v.trace(r)
 		if !v.rejects() && (h.RateLimitHeaders == nil || *h.RateLimitHeaders) {
 			v.setRateLimitFields(w.Header())
 		}

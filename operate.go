@@ -43,11 +43,11 @@ func operate() (*operator, error) {
 	return nil, errNotRunning
 }
 
-// controller returns that of the config's store, nil if it limits nothing.
-func (a *App) controller() *controller {
+// store returns that of the config, nil if it limits nothing.
+func (a *App) store() *store {
 	if a != nil {
 		for _, s := range a.running {
-			return s.store.control // all have the same
+			return s.store // all have the same
 		}
 	}
 	return nil
@@ -56,14 +56,15 @@ func (a *App) controller() *controller {
 // startControl lets the switches of the app's store follow those of the fleet.
 // Those of this instance move there from the store of the other config.
 func (a *App) startControl(other *App) {
-	c, old := a.controller(), other.controller()
-	if c == nil {
+	s, old := a.store(), other.store()
+	if s == nil {
 		return
 	}
-	if old != nil && old != c {
-		c.takeOver(old)
+	if old != nil && old != s {
+		s.control.takeOver(old.control)
 	}
-	c.start(a.storage)
+	s.control.start(a.storage)
+	s.events.start()
 }
 
 // applied is what became of a change that is in force on this instance.

@@ -146,12 +146,14 @@ type store struct {
 	count   func(operation string, took time.Duration, err error)
 	timeout time.Duration // of all store work that one request waits for
 	log     storeLog
+	events  *events
 }
 
 // Destruct implements caddy.Destructor. It comes with the last reference, so
 // nobody is left who would take or release.
 func (s *store) Destruct() error {
 	defer s.log.close()
+	s.events.close()
 	s.control.close()
 	s.local.close()
 	return s.Close()
@@ -169,6 +171,11 @@ func (s *store) observe(operation string, took time.Duration, err error) {
 // breaker logs that the breaker of a Redis node opened or closed.
 func (s *store) breaker(node string, open bool, err error) {
 	s.log.changed(time.Now(), nodeChange{node, open, err})
+	if open {
+		s.events.emit(eventStoreDown, map[string]any{"node": node, "reason": limiters.Reason(err)})
+	} else {
+		s.events.emit(eventStoreUp, map[string]any{"node": node})
+	}
 }
 
 // everySecond lets one event a second be logged and counts the others.

@@ -30,12 +30,13 @@ type status struct {
 
 // storeStatus is the store of the running config.
 type storeStatus struct {
-	Store     string `json:"store"`              // memory, redis, redis_cluster or redis_sentinel
-	Instance  string `json:"instance,omitempty"` // by which others know this one
-	Instances int64  `json:"instances"`          // that share it, as last heard
-	Error     string `json:"error,omitempty"`    // why its last call in the background failed
-	Version   int64  `json:"version"`            // of switches and overrides
-	Waiting   int    `json:"waiting"`            // changes that are not in the store yet
+	Store     string   `json:"store"`              // memory, redis, redis_cluster or redis_sentinel
+	Instance  string   `json:"instance,omitempty"` // by which others know this one
+	Instances int64    `json:"instances"`          // that share it, as last heard
+	Error     string   `json:"error,omitempty"`    // why its last call in the background failed
+	Failing   []string `json:"failing,omitempty"`  // nodes that are not called until they work again
+	Version   int64    `json:"version"`            // of switches and overrides
+	Waiting   int      `json:"waiting"`            // changes that are not in the store yet
 }
 
 type poolStatus struct {
@@ -95,6 +96,14 @@ func getStatus(context.Context, *http.Request) (any, error) {
 		Store: o.store.kind, Instance: instance, Instances: instances,
 		Version: view.Version, Waiting: view.Waiting,
 	}
+	nodes := map[string]bool{}
+	o.store.nodes(nodes)
+	for node, open := range nodes {
+		if open {
+			s.Store.Failing = append(s.Store.Failing, node)
+		}
+	}
+	slices.Sort(s.Store.Failing)
 	if down != nil {
 		s.Store.Error = limiters.Reason(down)
 	}

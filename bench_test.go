@@ -14,6 +14,8 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/control"
 )
 
 // runningHandler returns a running handler with all four limiters on the memory store.
@@ -81,8 +83,47 @@ func BenchmarkHandler(b *testing.B) {
 			b.ReportMetric(float64(cpuTime()-before)/float64(b.N), "cpu-ns/op")
 		})
 	}
+	limited := func(w http.ResponseWriter, r *http.Request) error { return h.ServeHTTP(w, r, next) }
 	run("bare", next.ServeHTTP)
-	run("allowed", func(w http.ResponseWriter, r *http.Request) error { return h.ServeHTTP(w, r, next) })
+	run("allowed", limited)
+	switchedOn(b, h)
+	run("allowed with switches and overrides", limited)
+}
+
+// switchedOn puts switches in force that are about the limits of a handler and
+// change nothing, and a thousand overrides, one of them of the key sk_live_1.
+func switchedOn(t testing.TB, h *Handler) {
+	t.Helper()
+	c := h.attached.store.control
+	c.logger = zap.NewNop()
+	note := control.Note{Reason: "test", Actor: "test"}
+	changes := []control.Change{
+		{Set: &control.Switch{Target: control.Target{Pool: "other"}, Mode: control.Off, Scope: control.Fleet, Note: note}},
+		{Set: &control.Switch{Target: control.Target{Kind: "workers"}, Mode: control.EnforcePercent(99), Scope: control.Instance, Note: note}},
+	}
+	for i := range 1000 {
+		id := h.app.hasher.identity(sourceAPIKey, fmt.Sprintf("sk_live_%d", i+1))
+		changes = append(changes, control.Change{Override: &control.Override{
+			Target: control.Target{Pool: h.Pool, Kind: "rate", Limit: "rate"}, Identity: id.String(),
+			Requests: ample.Requests, Burst: ample.Burst, Note: note,
+		}})
+	}
+	for _, change := range changes {
+		change.TTL = time.Hour
+		if err := c.keeper.Change(time.Now(), change); err != nil {
+			t.Fatal(err)
+		}
+		next, n := c.keeper.Next(time.Now(), "test")
+		if next != nil {
+			c.keeper.Wrote(next, n)
+		}
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.refreshLocked("")
+	if v := c.inForce().view; len(v.Switches) != 2 || len(v.Overrides) != 1000 {
+		t.Fatalf("got %d switches and %d overrides in force, want 2 and 1000", len(v.Switches), len(v.Overrides))
+	}
 }
 
 // cpuTime is what this process has used.
@@ -99,16 +140,21 @@ func TestHandler_Allocations(t *testing.T) {
 	}
 	next := caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error { return nil })
 	cases := []struct {
-		what   string
-		bucket *RateLimit
-		most   float64
+		what     string
+		bucket   *RateLimit
+		switches bool
+		most     float64
 	}{
-		{"allowed", &ample, 6},
-		{"denied from memory", &RateLimit{Requests: 1, Per: caddy.Duration(24 * time.Hour)}, 25},
+		{"allowed", &ample, false, 6},
+		{"allowed, with switches and an override", &ample, true, 6},
+		{"denied from memory", &RateLimit{Requests: 1, Per: caddy.Duration(24 * time.Hour)}, false, 25},
 	}
 	for _, c := range cases {
 		t.Run(c.what, func(t *testing.T) {
 			h := runningHandler(t, c.bucket)
+			if c.switches {
+				switchedOn(t, h)
+			}
 			r := httptest.NewRequest(http.MethodGet, "/", nil)
 			r.Header.Set("Authorization", "Bearer sk_live_1")
 			w := httptest.NewRecorder()

@@ -103,6 +103,8 @@ func Reason(err error) string {
 		switch {
 		case strings.Contains(answer.Error(), "The user executing the script"):
 			return "auth" // how Redis 7 says NOPERM from within a script
+		case strings.HasPrefix(answer.Error(), "ERR Protocol error: unauthenticated"):
+			return "auth" // NOAUTH for a command of more than ten words
 		case isScriptKill(err):
 			return "busy"
 		case strings.Contains(answer.Error(), "max number of clients"):

@@ -378,6 +378,7 @@ func TestReason(t *testing.T) {
 		{answer("MASTERDOWN Link with MASTER is down"), "readonly", false},
 		{answer("OOM command not allowed when used memory > 'maxmemory'."), "oom", false},
 		{answer("NOAUTH Authentication required."), "auth", false},
+		{answer("ERR Protocol error: unauthenticated multibulk length"), "auth", false},
 		{answer("WRONGPASS invalid username-password pair"), "auth", false},
 		{answer("NOPERM this user has no permissions"), "auth", false},
 		{answer("ERR The user executing the script can't run this command or subcommand script: e45d"), "auth", false},

@@ -97,7 +97,7 @@ func (v *verdict) current() *verdict {
 func (v *verdict) annotation(name string) (any, bool) {
 	switch name {
 	case "outcome":
-		return string(v.outcome), true
+		return v.outcome.String(), true
 	case "pool":
 		return v.pool, true
 	case "kind":

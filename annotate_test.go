@@ -125,7 +125,7 @@ func TestAnnotate_SeveralPools(t *testing.T) {
 	first := &verdict{outcome: outcomeAllowed, pool: "edge"}
 	for i, v := range []*verdict{first, {outcome: outcomeAllowed, pool: "api"}, {outcome: outcomeExempt, pool: "errors"}} {
 		new(Handler).annotate(r, repl, v)
-		checkAnnotations(t, v.pool, repl, first, map[string]any{"outcome": string(v.outcome), "pool": v.pool})
+		checkAnnotations(t, v.pool, repl, first, map[string]any{"outcome": v.outcome.String(), "pool": v.pool})
 		if got := len(extraFields(r.Context().Value(caddyhttp.ExtraLogFieldsCtxKey))); got != 1 {
 			t.Errorf("after %d pools: got %d extra log fields, want 1", i+1, got)
 		}

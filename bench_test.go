@@ -88,6 +88,8 @@ func BenchmarkHandler(b *testing.B) {
 	run("allowed", limited)
 	switchedOn(b, h)
 	run("allowed with switches and overrides", limited)
+	h = runningHandler(b, &RateLimit{Requests: 1, Per: caddy.Duration(24 * time.Hour)})
+	run("denied", limited)
 }
 
 // switchedOn puts switches in force that are about the limits of a handler and

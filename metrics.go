@@ -69,7 +69,7 @@ func registerMetrics(reg *prometheus.Registry) error {
 // poolMetrics counts the requests of one pool. It is safe for concurrent use.
 type poolMetrics struct {
 	pool     string
-	requests [shedding.Critical + 1]map[outcome]prometheus.Counter
+	requests [shedding.Critical + 1][len(outcomes)]prometheus.Counter
 }
 
 // newPoolMetrics resolves the counters of a pool, so that a request costs no
@@ -77,26 +77,29 @@ type poolMetrics struct {
 func newPoolMetrics(pool string) *poolMetrics {
 	m := &poolMetrics{pool: pool}
 	for c := range m.requests {
-		outcomes := []outcome{outcomeAllowed, outcomeDenied, outcomeShed, outcomeStoreError, outcomePanic}
+		can := []outcome{outcomeAllowed, outcomeDenied, outcomeShed, outcomeStoreError, outcomePanic}
 		if c == 0 { // not classified
-			outcomes = []outcome{outcomeExempt, outcomePanic}
+			can = []outcome{outcomeExempt, outcomePanic}
 		}
-		m.requests[c] = make(map[outcome]prometheus.Counter, len(outcomes))
-		for _, o := range outcomes {
-			m.requests[c][o] = requestsTotal.WithLabelValues(pool, shedding.Criticality(c).String(), string(o))
+		for _, o := range can {
+			m.requests[c][o] = m.counter(shedding.Criticality(c), o)
 		}
 	}
 	return m
 }
 
+func (m *poolMetrics) counter(c shedding.Criticality, o outcome) prometheus.Counter {
+	return requestsTotal.WithLabelValues(m.pool, c.String(), o.String())
+}
+
 // request counts one request. c is the zero Criticality for requests that were
 // not classified.
 func (m *poolMetrics) request(c shedding.Criticality, o outcome) {
-	if counter := m.requests[c][o]; counter != nil {
-		counter.Inc()
-		return
+	counter := m.requests[c][o]
+	if counter == nil {
+		counter = m.counter(c, o)
 	}
-	requestsTotal.WithLabelValues(m.pool, c.String(), string(o)).Inc()
+	counter.Inc()
 }
 
 // limitMetrics counts the decisions of one limit. It is safe for concurrent use.

@@ -344,7 +344,7 @@ func (h *Handler) judge(a *attachment, w http.ResponseWriter, r *http.Request, t
 			v.setRateLimitFields(w.Header())
 		}
 		if c := h.logger.Check(zap.DebugLevel, "decided"); c != nil {
-			c.Write(zap.String("pool", h.Pool), zap.String("outcome", string(v.outcome)),
+			c.Write(zap.String("pool", h.Pool), zap.Stringer("outcome", v.outcome),
 				zap.Stringer("criticality", v.criticality), zap.Stringer("identity", v.identity))
 		}
 	})

@@ -20,16 +20,21 @@ import (
 )
 
 // outcome is what became of a request.
-type outcome string
+type outcome uint8
 
 const (
-	outcomeAllowed    outcome = "allowed"
-	outcomeDenied     outcome = "denied"      // 429: the user's own share is used up
-	outcomeShed       outcome = "shed"        // 503: our health
-	outcomeExempt     outcome = "exempt"      // not looked at
-	outcomeStoreError outcome = "store_error" // the store failed: passed, by local numbers or any; or 503 with on_store_error closed
-	outcomePanic      outcome = "panic"       // a bug of ours: passed
+	outcomeAllowed    outcome = iota
+	outcomeDenied             // 429: the user's own share is used up
+	outcomeShed               // 503: our health
+	outcomeExempt             // not looked at
+	outcomeStoreError         // the store failed: passed, by local numbers or any; or 503 with on_store_error closed
+	outcomePanic              // a bug of ours: passed
 )
+
+var outcomes = [...]string{"allowed", "denied", "shed", "exempt", "store_error", "panic"}
+
+// String implements fmt.Stringer.
+func (o outcome) String() string { return outcomes[o] }
 
 // verdict is all that was decided about a request. It alone feeds the
 // response, metrics, logs and placeholders, so they cannot disagree. Once
@@ -121,49 +126,68 @@ type apiError struct {
 	status  int
 	kind    string // `type`
 	code    string
-	message string
+	message [6]string // in pieces: most are written without having been joined
+}
+
+// fields sets header fields of one value each, which share their memory.
+type fields struct {
+	http.Header
+	values []string
+}
+
+// set sets a field by its canonical name.
+func (f *fields) set(name, value string) {
+	f.values = append(f.values, value)
+	n := len(f.values)
+	f.Header[name] = f.values[n-1 : n : n]
 }
 
 // reject answers a request that ends here, or returns the error that makes
 // handle_errors do it, which must stay unwrapped. u, in [0, 1), spreads the
 // clients' return: they obey Retry-After to the millisecond.
 func (h *Handler) reject(w http.ResponseWriter, r *http.Request, v *verdict, u float64) error {
-	header := w.Header()
-	v.settleFields(header)
+	header := fields{w.Header(), make([]string, 0, 7)}
+	v.settleFields(header.Header)
 	var e apiError
 	switch {
 	case v.closed:
-		v.retryAfter = retryAfter(0, u)
-		e = apiError{
-			status: http.StatusServiceUnavailable, kind: "api_error", code: codeUnavailable,
-			message: "The request cannot be checked against its limits at the moment. Retry after " + count(int64(v.retryAfter), "second") + ".",
-		}
+		e = closed(v, u)
 	case v.outcome == outcomeShed:
-		e = h.overloaded(header, v, u)
+		e = h.overloaded(&header, v, u)
 	default:
-		e = h.deny(header, v, u)
+		e = h.deny(&header, v, u)
 	}
 	// A 503 of ours is a decision, and counted: not an ERROR line a request,
 	// just when there is too much to do.
 	if e.status >= 500 && caddyhttp.GetVar(r.Context(), caddyhttp.LogLevelVar) == nil {
 		caddyhttp.SetVar(r.Context(), caddyhttp.LogLevelVar, "INFO")
 	}
-	header.Set("Cache-Control", "no-store")
+	header.set("Cache-Control", "no-store")
 	if v.retryAfter > 0 {
-		header.Set("Retry-After", strconv.Itoa(v.retryAfter))
+		seconds := strconv.Itoa(v.retryAfter)
+		header.set("Retry-After", seconds)
+		words := e.message[3:]
+		words[0], words[1], words[2] = " Retry after ", seconds, " seconds."
+		if v.retryAfter == 1 {
+			words[2] = " second."
+		}
 	}
 	if header.Get("Request-Id") == "" {
 		if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
 			id, _ := repl.GetString("http.request.uuid")
-			header.Set("Request-Id", id)
+			header.set("Request-Id", id)
 		}
 	}
 	if h.Reject == "error" {
-		return caddyhttp.Error(e.status, errors.New(e.message))
+		return caddyhttp.Error(e.status, errors.New(strings.Join(e.message[:], "")))
 	}
 	body := e.body(h.DocURL)
-	header.Set("Content-Type", "application/json")
-	header.Set("Content-Length", strconv.Itoa(len(body)))
+	header.set("Content-Type", "application/json")
+	if r.Method == http.MethodHead {
+		// With a body net/http knows the length. A ninth field would make a
+		// larger map of the header.
+		header.set("Content-Length", strconv.Itoa(len(body)))
+	}
 	v.begun = true
 	w.WriteHeader(e.status)
 	if r.Method != http.MethodHead {
@@ -189,40 +213,47 @@ func (v *verdict) settleFields(header http.Header) {
 
 var resetRE = regexp.MustCompile(`;t=\d+`)
 
+// closed returns the 503 of a request that nobody can judge.
+func closed(v *verdict, u float64) apiError {
+	v.retryAfter = retryAfter(0, u)
+	return apiError{
+		status: http.StatusServiceUnavailable, kind: "api_error", code: codeUnavailable,
+		message: [6]string{"The request cannot be checked against its limits at the moment."},
+	}
+}
+
 // overloaded returns the 503 of a request that was shed. The more is shed, the
 // longer and the wider clients are spread; test traffic is told not to return
 // by itself at all, because a library's retries are load, too. Nothing tells how
 // much the fleet can serve.
-func (h *Handler) overloaded(header http.Header, v *verdict, u float64) apiError {
-	e := apiError{
-		status: http.StatusServiceUnavailable, kind: "api_error", code: codeOverloaded,
-		message: "The API has too much to do at the moment and serves more important requests first.",
-	}
+func (h *Handler) overloaded(header *fields, v *verdict, u float64) apiError {
 	if h.ShouldRetry == "auto" && v.criticality == shedding.TestMode {
-		header.Set("Stripe-Should-Retry", "false")
-		return e
+		header.set("Stripe-Should-Retry", "false")
+	} else {
+		most := 2 + 8*max(0, min(1, float64(v.level)))
+		v.retryAfter = 1 + int(most*u)
 	}
-	most := 2 + 8*max(0, min(1, float64(v.level)))
-	v.retryAfter = 1 + int(most*u)
-	e.message += " Retry after " + count(int64(v.retryAfter), "second") + "."
-	return e
+	return apiError{
+		status: http.StatusServiceUnavailable, kind: "api_error", code: codeOverloaded,
+		message: [6]string{"The API has too much to do at the moment and serves more important requests first."},
+	}
 }
 
 // deny sets the fields of a 429 and returns the rest of it.
-func (h *Handler) deny(header http.Header, v *verdict, u float64) apiError {
+func (h *Handler) deny(header *fields, v *verdict, u float64) apiError {
 	denied := v.denied
 	v.retryAfter = retryAfter(denied.result.RetryAfter, u)
 	if h.RateLimitHeaders == nil || *h.RateLimitHeaders {
-		v.setRateLimitFields(header)
+		v.setRateLimitFields(header.Header)
 	}
-	header.Set("Stripe-Rate-Limited-Reason", v.reason())
+	header.set("Stripe-Rate-Limited-Reason", v.reason())
 	// No clock frees a concurrency slot, so nobody can promise one in a second.
 	if h.ShouldRetry == "auto" && denied.limit.Kind == limiters.Rate && denied.result.RetryAfter <= time.Second {
-		header.Set("Stripe-Should-Retry", "true")
+		header.set("Stripe-Should-Retry", "true")
 	}
 	return apiError{
 		status: http.StatusTooManyRequests, kind: "invalid_request_error", code: codeRateLimit,
-		message: denied.words.exceeded + denied.source + denied.words.named + count(int64(v.retryAfter), "second") + ".",
+		message: [6]string{denied.words.exceeded, denied.source, denied.words.named},
 	}
 }
 
@@ -248,36 +279,42 @@ func seconds(d time.Duration) int64 {
 
 // body renders the error as Stripe's API would.
 func (e *apiError) body(docURL string) []byte {
-	b := make([]byte, 0, 512)
+	b := make([]byte, 0, 320) // most fit in
 	b = append(b, `{"error":{"type":"`...)
 	b = append(b, e.kind...)
 	b = append(b, `","code":"`...)
 	b = append(b, e.code...)
-	b = append(b, `","message":`...)
-	b = appendJSON(b, e.message)
+	b = append(b, `","message":"`...)
+	for _, piece := range e.message {
+		b = appendJSON(b, piece)
+	}
 	if docURL != "" {
-		b = append(b, `,"doc_url":`...)
+		b = append(b, `","doc_url":"`...)
 		b = appendJSON(b, docURL)
 	}
-	return append(b, "}}"...)
+	return append(b, `"}}`...)
 }
 
-// appendJSON appends text as a JSON string, as it is where encoding/json would
-// turn `&` into `\u0026`.
+// appendJSON appends text as it stands in a JSON string: as it is, where
+// encoding/json would turn `&` into `\u0026`.
 func appendJSON(b []byte, text string) []byte {
-	b = append(b, '"')
-	for _, c := range strings.ToValidUTF8(text, "\uFFFD") {
+	asItIs := 0 // of the text, up to where it has been appended
+	for i, c := range text {
 		switch {
 		case c == '"' || c == '\\':
-			b = append(b, '\\', byte(c))
+			b = append(append(b, text[asItIs:i]...), '\\', byte(c))
 		case c < ' ':
-			b = append(b, `\u00`...)
+			b = append(append(b, text[asItIs:i]...), `\u00`...)
 			b = append(b, "0123456789abcdef"[c>>4], "0123456789abcdef"[c&15])
+		case c == utf8.RuneError: // or a byte that is no UTF-8
+			b = append(append(b, text[asItIs:i]...), "\uFFFD"...)
 		default:
-			b = utf8.AppendRune(b, c)
+			continue
 		}
+		_, size := utf8.DecodeRuneInString(text[i:])
+		asItIs = i + size
 	}
-	return append(b, '"')
+	return append(b, text[asItIs:]...)
 }
 
 // limitWords is what responses say of one limit, rendered once.
@@ -285,7 +322,7 @@ type limitWords struct {
 	policy    string // its item of RateLimit-Policy
 	remaining string // its item of RateLimit, up to the number that remains
 	exceeded  string // the message up to the source of the key
-	named     string // the message from there to the wait
+	named     string // the message from there to the end of its first sentence
 }
 
 // maxFieldInteger is the largest integer of a structured field (RFC 9651).
@@ -310,7 +347,7 @@ func newLimitWords(l *limiters.Limit) *limitWords {
 		}
 	}
 	words.exceeded += " for this "
-	words.named = " (limit " + quoted + weight + "). Retry after "
+	words.named = " (limit " + quoted + weight + ")."
 	return words
 }
 

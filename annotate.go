@@ -24,9 +24,11 @@ func (h *Handler) annotate(r *http.Request, repl *caddy.Replacer, v *verdict) {
 	ctx := r.Context()
 	vars := requestVars(r)
 	if first, ok := vars[verdictVar].(*verdict); ok {
-		if v.rejects() || !first.current().rejects() {
-			first.latest = v
+		last := first
+		for last.next != nil {
+			last = last.next
 		}
+		last.next = v
 		return
 	}
 	if vars != nil {
@@ -85,11 +87,26 @@ func (v *verdict) MarshalLogObject(enc zapcore.ObjectEncoder) error {
 	return nil
 }
 
+// current returns what the verdicts from the first one on come to.
 func (v *verdict) current() *verdict {
-	if v.latest != nil {
-		return v.latest
+	current := v
+	for v = v.next; v != nil; v = v.next {
+		if v.rejects() || !current.rejects() {
+			current = v
+		}
 	}
-	return v
+	return current
+}
+
+// of reports whether one of the verdicts from the first one on, which may be
+// nil, is of the pool.
+func (v *verdict) of(pool string) bool {
+	for ; v != nil; v = v.next {
+		if v.pool == pool {
+			return true
+		}
+	}
+	return false
 }
 
 // annotation returns a fact about the request, empty where there is none; false

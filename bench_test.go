@@ -29,7 +29,7 @@ func runningHandler(b testing.TB, bucket *RateLimit) *Handler {
 	}
 	h := &Handler{
 		Pool: "benchmark", Key: []string{sourceAPIKey, sourceClientIP}, IPv6Prefix: 64, app: app,
-		logger: zap.NewNop(), entered: "entered",
+		logger:      zap.NewNop(),
 		Rate:        []*RateLimit{bucket},
 		Concurrency: []*ConcurrencyLimit{{Capacity: 1000}},
 		Fleet:       &FleetShedder{Capacity: 1_000_000, Reserve: &reserve},

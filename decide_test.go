@@ -53,7 +53,7 @@ func (h *Handler) onStore(t *testing.T, s limiters.Store) *Handler {
 	t.Cleanup(cancel)
 	h.Pool, h.Key, h.IPv6Prefix = testPool(t), []string{sourceAPIKey}, 64
 	h.app = &App{hasher: newHasher([]byte("s")), declared: map[string][]*declaredLimit{}}
-	h.logger, h.entered = ctx.Logger(), "entered"
+	h.logger = ctx.Logger()
 	if err := h.provisionLimits(ctx); err != nil {
 		t.Fatal(err)
 	}

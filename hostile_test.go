@@ -154,7 +154,7 @@ func (s *server) direct(t *testing.T, name, key string) int {
 	var st *store
 	stores.Range(func(_, value any) bool { st = value.(*store); return true })
 	h := &Handler{
-		Pool: name, Key: []string{sourceAPIKey}, IPv6Prefix: 64, entered: "entered",
+		Pool: name, Key: []string{sourceAPIKey}, IPv6Prefix: 64,
 		Rate: []*RateLimit{{Requests: 1, Per: caddy.Duration(3600e9), Burst: 2}}, Concurrency: []*ConcurrencyLimit{{Capacity: 5}},
 		app: &App{hasher: newHasher([]byte("test")), declared: map[string][]*declaredLimit{}}, logger: caddy.Log(),
 	}

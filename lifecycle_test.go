@@ -185,7 +185,7 @@ func TestRequestAfterCleanup(t *testing.T) {
 	a := &App{hasher: newHasher([]byte("s")), storeKey: "memory " + t.Name(), declared: map[string][]*declaredLimit{}}
 	h := &Handler{
 		Pool: "after_cleanup", Key: []string{sourceAPIKey}, IPv6Prefix: 64, app: a,
-		logger: ctx.Logger(), entered: "entered",
+		logger:      ctx.Logger(),
 		Concurrency: []*ConcurrencyLimit{{Capacity: 1}},
 	}
 	if err := h.provisionLimits(ctx); err != nil {

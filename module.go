@@ -116,7 +116,6 @@ type Handler struct {
 
 	app      *App
 	logger   *zap.Logger
-	entered  string // name of the variable that marks requests which have entered the pool
 	exempt   caddyhttp.MatcherSets
 	ranking  ranking
 	groups   []*keyGroup
@@ -227,7 +226,6 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 		return err
 	}
 	h.app = app.(*App)
-	h.entered = "stripe_ratelimit.entered." + h.Pool
 	if h.IPv6Prefix == 0 {
 		h.IPv6Prefix = 64
 	}
@@ -289,12 +287,8 @@ func (h *Handler) Cleanup() error {
 
 // ServeHTTP applies the limits to a request.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
-	vars := requestVars(r)
-	if vars[h.entered] != nil {
+	if first, _ := requestVars(r)[verdictVar].(*verdict); first.of(h.Pool) {
 		return next.ServeHTTP(w, r)
-	}
-	if vars != nil {
-		vars[h.entered] = true
 	}
 
 	a := h.attachment()

@@ -65,7 +65,7 @@ type verdict struct {
 	closed     bool // on_store_error closed turned the store error into a 503
 	begun      bool // the answer has begun to be written
 
-	latest *verdict // of a later handler on the request's way; see annotate
+	next *verdict // of the next pool on the request's way; see annotate
 
 	// Room for what most requests need, in one piece.
 	few       [2]limitVerdict

@@ -104,7 +104,8 @@ func (c *client) printPool(p, before *poolStatus, elapsed float64) {
 	if before != nil && elapsed > 0 {
 		per = "/S"
 	}
-	rows := [][]string{{"LIMIT", "IN FORCE", "MODE", "ALLOWED" + per, "REJECTED" + per, "WOULD REJECT" + per, "ERRORS" + per}}
+	rows := make([][]string, 0, 1+len(p.Limits))
+	rows = append(rows, []string{"LIMIT", "IN FORCE", "MODE", "ALLOWED" + per, "REJECTED" + per, "WOULD REJECT" + per, "ERRORS" + per})
 	for i := range p.Limits {
 		l := &p.Limits[i]
 		mode := l.Mode
@@ -236,7 +237,8 @@ func ends(t time.Time) string {
 
 func (c *client) printInspection(found inspection) {
 	c.printf("Identity %s\n", found.Identity)
-	rows := [][]string{{"LIMIT", "IN FORCE", "LEFT", "NEXT ALLOWED", "NOTE"}}
+	rows := make([][]string, 0, 1+len(found.Limits))
+	rows = append(rows, []string{"LIMIT", "IN FORCE", "LEFT", "NEXT ALLOWED", "NOTE"})
 	for i := range found.Limits {
 		l := &found.Limits[i]
 		rows = append(rows, []string{control.Target{Pool: l.Pool, Kind: l.Kind, Limit: l.Limit}.String(), l.Numbers, l.left(), next(l.NextAllowed), l.note()})

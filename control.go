@@ -55,7 +55,6 @@ type controller struct {
 	view    *control.View
 	skew    time.Duration     // by which the store's clock is ahead
 	down    error             // why the last call failed; nil: it did not
-	lost    bool              // it was said that the store has lost data
 	differ  bool              // it was said that secrets differ
 	rounds  chan struct{}     // closed and replaced after each round with the store
 	storage certmagic.Storage // of the running config

@@ -5,6 +5,7 @@ package striperatelimit
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -97,12 +98,7 @@ func saw(t *testing.T, want string) {
 	eventually(t, func() bool {
 		recorded.Lock()
 		defer recorded.Unlock()
-		for _, got := range recorded.events {
-			if got == want {
-				return true
-			}
-		}
-		return false
+		return slices.Contains(recorded.events, want)
 	})
 }
 

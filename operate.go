@@ -324,9 +324,10 @@ func allPools() []*pool {
 }
 
 func poolNames() []string {
-	var names []string
-	for _, p := range allPools() {
-		names = append(names, p.name)
+	all := allPools()
+	names := make([]string, len(all))
+	for i, p := range all {
+		names[i] = p.name
 	}
 	return names
 }

@@ -20,6 +20,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -169,10 +170,8 @@ func (t Target) validate() error {
 	case t.Kind == "" && t.Limit != "":
 		return fmt.Errorf("limit '%s' without a kind; say whether it is a limit of rate or concurrency", t.Limit)
 	}
-	for _, kind := range append([]string{""}, Kinds...) {
-		if t.Kind == kind {
-			return nil
-		}
+	if t.Kind == "" || slices.Contains(Kinds, t.Kind) {
+		return nil
 	}
 	return fmt.Errorf("kind '%s' is not %s", t.Kind, strings.Join(Kinds, ", "))
 }

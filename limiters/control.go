@@ -55,19 +55,20 @@ func (r *Redis) Control(ctx context.Context, call ControlCall) (reply ControlRep
 	numbers := [4]int64{}
 	texts := [2]string{}
 	ok := len(values) == len(numbers)+len(texts)
-	for i, value := range values {
-		if i < len(numbers) {
-			var isNumber bool
-			numbers[i], isNumber = value.(int64)
-			ok = ok && isNumber
-		} else if ok {
-			texts[i-len(numbers)], ok = value.(string)
+	for i := range numbers {
+		if ok {
+			numbers[i], ok = values[i].(int64)
+		}
+	}
+	for i := range texts {
+		if ok {
+			texts[i], ok = values[len(numbers)+i].(string)
 		}
 	}
 	if !ok {
 		return reply, fmt.Errorf("control: %w", errShape)
 	}
-	r.ahead.Store(int64(time.UnixMicro(numbers[0]).Sub(time.Now())))
+	r.ahead.Store(int64(time.Until(time.UnixMicro(numbers[0]))))
 	return ControlReply{
 		Now:  time.UnixMicro(numbers[0]).UTC(),
 		Beat: time.Duration(numbers[1]) * time.Microsecond, Instances: numbers[2], Secrets: numbers[3],

@@ -197,7 +197,7 @@ func (m *Memory) inspectAt(now int64, id Identity, limits []*Limit) []Inspection
 	shard := m.shard(id)
 	shard.mu.Lock()
 	defer shard.mu.Unlock()
-	var inspections []Inspection
+	inspections := make([]Inspection, 0, len(limits))
 	for _, l := range limits {
 		inspection, key := Inspection{Limit: l}, l.stateKey(id)
 		if l.Kind == Rate {

@@ -134,7 +134,7 @@ func (r *Redis) release(ctx context.Context, now time.Time, leases []*lease) (so
 			byNode[to] = node
 		}
 		for batch := range slices.Chunk(leases, batchSize) {
-			args := []any{"zrem", key}
+			args := append(make([]any, 0, 2+len(batch)), "zrem", key)
 			for _, l := range batch {
 				args = append(args, r.member(l))
 			}

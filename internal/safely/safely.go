@@ -10,7 +10,7 @@ import (
 )
 
 // Bug is a panic that was caught.
-type Bug struct {
+type Bug struct { //nolint:errname // an error only on its way to who counts it
 	Where string // of a fixed set: what was being done
 	Value string // what was thrown, as Describe tells it
 	Stack []byte

@@ -3,6 +3,7 @@
 package shedding
 
 import (
+	"container/list"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -39,15 +40,14 @@ type Fleet struct {
 	share   share
 	running bool
 	closed  bool
-	next    *flight // of the sync that will be, not of one under way
+	queue   list.List // of *waiter, the first to come in front
 }
 
-// flight is a sync that requests wait for. Its fields are guarded by Fleet.mu.
-type flight struct {
-	landed  chan struct{} // closed when it is known how the requests fare
-	waiting int64
-	granted int64 // of those that waited, how many may begin; counted already
-	err     error
+// waiter is a request that waits for a slot. Its fields are guarded by Fleet.mu.
+type waiter struct {
+	done  chan struct{} // closed when it is known how the request fares
+	begun bool          // it got a slot; counted already
+	err   error         // why it got no answer
 }
 
 // FleetStatus is what a fleet shedder knows at one moment.
@@ -115,32 +115,36 @@ func (f *Fleet) Close() {
 // the usual case, and reports whether it did. It never waits. What is critical
 // always begins. Release ends the request.
 func (f *Fleet) TryAcquire(c Criticality) bool {
-	now := time.Now()
+	now := clock()
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.tryLocked(now, c)
 }
 
 func (f *Fleet) tryLocked(now time.Time, c Criticality) bool {
-	if !f.running {
+	switch {
+	case !f.running:
 		f.share.begin(c)
 		return true
+	case c != Critical && f.queue.Len() > 0: // they are first
+		return false
 	}
 	return f.share.take(now, c)
 }
 
 // Acquire is TryAcquire that, where no slot is free, asks the fleet for more and
-// waits for the answer. All requests that lack a slot share one sync, and for a
-// moment after the fleet had none left they are shed at once. So a request waits
-// at most for the sync under way and its own, and never longer than ctx, which
-// must have the deadline of all store work of a request.
+// waits for the answer, or for a slot that becomes free here. All requests that
+// lack a slot share one sync. They are shed if the fleet answers that it has less
+// than they need, as are for a moment those that come after them. So a request
+// waits for the sync under way and its own, and never longer than ctx, which must
+// have the deadline of all store work of a request.
 //
 //	true, nil    a slot was free: go on, and Release
 //	true, err    the store failed: go on all the same, and Release
 //	false, nil   shed
 //	false, err   ctx was canceled, so nobody waits for an answer any more
 func (f *Fleet) Acquire(ctx context.Context, c Criticality) (bool, error) {
-	now := time.Now()
+	now := clock()
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	switch {
@@ -151,14 +155,18 @@ func (f *Fleet) Acquire(ctx context.Context, c Criticality) (bool, error) {
 	case f.share.err != nil: // known to fail: the next beat tells whether it still does
 		return f.unclaimedLocked(c, f.share.err)
 	}
-	fl := f.joinLocked()
+	w := &waiter{done: make(chan struct{})}
+	place := f.queue.PushBack(w)
+	if f.queue.Len() == 1 { // a sync under way sees to those who came since
+		f.wakeLocked()
+	}
 	f.mu.Unlock()
 	select {
-	case <-fl.landed:
+	case <-w.done:
 	case <-ctx.Done():
 	}
 	f.mu.Lock()
-	return f.leaveLocked(ctx, fl, c)
+	return f.leaveLocked(ctx, place, c)
 }
 
 // Release ends a request of class c that began.
@@ -166,11 +174,14 @@ func (f *Fleet) Release(c Criticality) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.share.release(c)
+	if f.queue.Len() > 0 {
+		f.serveLocked(clock())
+	}
 }
 
 // Status returns what the shedder knows.
 func (f *Fleet) Status() FleetStatus {
-	now := time.Now()
+	now := clock()
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	s := &f.share
@@ -191,32 +202,27 @@ func (f *Fleet) wakeLocked() {
 	}
 }
 
-// joinLocked makes a request wait for the next sync.
-func (f *Fleet) joinLocked() *flight {
-	if f.next == nil {
-		f.next = &flight{landed: make(chan struct{})}
-		f.wakeLocked()
-	}
-	f.next.waiting++
-	return f.next
-}
-
-// leaveLocked is how a request fares that waited, until the flight had landed or
-// the context had ended, or both.
-func (f *Fleet) leaveLocked(ctx context.Context, fl *flight, c Criticality) (bool, error) {
+// unwakeLocked takes back the wake of those who wait.
+func (f *Fleet) unwakeLocked() {
 	select {
-	case <-fl.landed:
-		if fl.granted > 0 {
-			fl.granted--
-			return true, nil
-		}
-		if fl.err == nil {
-			return false, nil
-		}
-		return f.unclaimedLocked(c, fl.err)
+	case <-f.wake:
 	default:
 	}
-	fl.waiting--
+}
+
+// leaveLocked is how a request fares that waited, until that was known or the
+// context had ended, or both.
+func (f *Fleet) leaveLocked(ctx context.Context, place *list.Element, c Criticality) (bool, error) {
+	w := place.Value.(*waiter)
+	select {
+	case <-w.done:
+		if w.begun || w.err == nil {
+			return w.begun, nil
+		}
+		return f.unclaimedLocked(c, w.err)
+	default:
+	}
+	f.queue.Remove(place)
 	err := ctx.Err()
 	if !errors.Is(err, context.DeadlineExceeded) {
 		return false, err
@@ -226,23 +232,47 @@ func (f *Fleet) leaveLocked(ctx context.Context, fl *flight, c Criticality) (boo
 
 // unclaimedLocked is how a request fares for which the store failed.
 func (f *Fleet) unclaimedLocked(c Criticality, err error) (bool, error) {
-	if !f.share.takeUnclaimed(time.Now(), c) {
+	if !f.share.takeUnclaimed(clock(), c) {
 		return false, nil
 	}
 	return true, err
 }
 
-// landLocked lets the requests of a flight go: as many as there are free slots
-// begin, before any newcomer can.
-func (f *Fleet) landLocked(now time.Time, fl *flight, err error) {
-	if fl == nil {
-		return
+// serveLocked lets as many requests that wait begin as there are free slots.
+func (f *Fleet) serveLocked(now time.Time) {
+	for f.queue.Len() > 0 && f.share.take(now, Get) {
+		f.dismissLocked(true, nil)
 	}
-	for fl.granted < fl.waiting && f.share.take(now, Get) {
-		fl.granted++
+}
+
+// dismissLocked ends the wait of the request in front.
+func (f *Fleet) dismissLocked(begun bool, err error) {
+	w := f.queue.Remove(f.queue.Front()).(*waiter)
+	w.begun, w.err = begun, err
+	close(w.done)
+}
+
+// dismissAllLocked ends the wait of all, without a slot.
+func (f *Fleet) dismissAllLocked(err error) {
+	f.unwakeLocked()
+	for f.queue.Len() > 0 {
+		f.dismissLocked(false, err)
 	}
-	fl.err = err
-	close(fl.landed)
+}
+
+// landLocked is what the answer to a sync means for the requests that wait.
+func (f *Fleet) landLocked(now time.Time) {
+	f.serveLocked(now)
+	switch {
+	case f.queue.Len() == 0:
+	case f.share.err != nil || f.share.full:
+		// Who came meanwhile need not ask what has just been answered.
+		f.dismissAllLocked(f.share.err)
+	default:
+		// The fleet had what was asked for, but more have come since, or have begun
+		// without a claim. That there is no room for them nobody has said.
+		f.wakeLocked()
+	}
 }
 
 // run syncs each beat, and in between when it is woken.
@@ -265,28 +295,22 @@ func (f *Fleet) run() {
 // once does one sync and returns how long to wait for the next beat. After a bug
 // in it, as after any failure, nobody asks before the next beat.
 func (f *Fleet) once() time.Duration {
-	fl := f.takeNext()
-	bug := safely.Do("beat", func() { f.exchange(fl) })
+	bug := safely.Do("beat", f.exchange)
 
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if bug != nil {
 		f.share.fail(bug)
 	}
-	now := time.Now()
-	f.landLocked(now, fl, f.share.err)
-	if f.share.err != nil || now.Before(f.share.holdUntil) {
-		// Who came meanwhile need not ask what has just been answered.
-		f.landLocked(now, f.takeNextLocked(), f.share.err)
-	}
+	f.landLocked(clock())
 	return f.share.nextBeat(mathrand.Float64())
 }
 
-// exchange brings the fleet what this instance has to say, for the requests that
-// wait for fl, too, and takes down the answer.
-func (f *Fleet) exchange(fl *flight) {
-	sent := time.Now()
-	request, timeout := f.request(sent, fl)
+// exchange brings the fleet what this instance has to say, and takes down the
+// answer.
+func (f *Fleet) exchange() {
+	sent := clock()
+	request, timeout := f.request(sent)
 	reply, err := f.call(timeout, request)
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -294,39 +318,19 @@ func (f *Fleet) exchange(fl *flight) {
 		f.share.fail(err)
 		return
 	}
-	f.share.reply(request, sent, time.Now(), reply, mathrand.Float64())
+	f.share.reply(request, sent, clock(), reply, mathrand.Float64())
 	if reply.Drift > 0 {
 		f.log.Warn("the fleet's totals were wrong and have been rebuilt", "difference", reply.Drift)
 	}
 }
 
-// request returns what to tell the fleet, and how long that may take.
-func (f *Fleet) request(now time.Time, fl *flight) (SyncRequest, time.Duration) {
+// request returns what to tell the fleet, for all that wait, too, and how long
+// that may take.
+func (f *Fleet) request(now time.Time) (SyncRequest, time.Duration) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	waiting := int64(0)
-	if fl != nil {
-		waiting = fl.waiting
-	}
-	return f.share.request(now, waiting), f.share.settings.timeout()
-}
-
-// takeNext takes the flight that is waiting.
-func (f *Fleet) takeNext() *flight {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return f.takeNextLocked()
-}
-
-// takeNextLocked takes the flight that is waiting, and the wake that it sent.
-func (f *Fleet) takeNextLocked() *flight {
-	select {
-	case <-f.wake:
-	default:
-	}
-	fl := f.next
-	f.next = nil
-	return fl
+	f.unwakeLocked()
+	return f.share.request(now, int64(f.queue.Len())), f.share.settings.timeout()
 }
 
 // withdraw tells the fleet that this instance is no more.
@@ -340,8 +344,8 @@ func (f *Fleet) withdraw() {
 func (f *Fleet) farewell() (SyncRequest, time.Duration) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.landLocked(time.Now(), f.takeNextLocked(), errClosed)
-	request := f.share.request(time.Now(), 0)
+	f.dismissAllLocked(errClosed)
+	request := f.share.request(clock(), 0)
 	request.Leave = true
 	f.share.limit = 0
 	return request, f.share.settings.timeout()

@@ -48,7 +48,7 @@ type node struct {
 	frozen   time.Time // until then, nothing happens
 	beat     time.Time
 	call     *call // under way
-	waiting  int64 // requests for the next call
+	waiting  int64 // requests, for a slot
 	requests []time.Time
 	load     float64       // requests a second
 	length   time.Duration // of a request, on average
@@ -57,7 +57,6 @@ type node struct {
 // call is a sync on the network.
 type call struct {
 	request        SyncRequest
-	waiting        int64
 	sent, run, due time.Time // due: when reply arrives; zero: never
 	reply          *SyncReply
 }
@@ -121,19 +120,20 @@ func (s *simulation) step(n *node) {
 		n.share.release(Get)
 		return true
 	})
+	s.serve(n)
 	if c := n.call; c != nil {
 		switch {
 		case c.reply != nil && !c.due.IsZero() && !s.now.Before(c.due):
 			n.share.reply(c.request, c.sent, s.now, *c.reply, s.rng.Float64())
-			s.land(n, c)
+			s.land(n)
 		case s.now.Sub(c.sent) >= simTimeout:
 			n.share.fail(errors.New("timeout"))
-			s.land(n, c)
+			s.land(n)
 		}
 	}
 	for p := s.rng.Float64(); p > math.Exp(-n.load*simTick.Seconds()); p *= s.rng.Float64() {
 		switch {
-		case n.share.take(s.now, Get):
+		case n.waiting == 0 && n.share.take(s.now, Get):
 			s.begin(n)
 		case s.now.Before(n.share.holdUntil):
 			s.shed++
@@ -154,24 +154,33 @@ func (s *simulation) begin(n *node) {
 	n.requests = append(n.requests, s.now.Add(time.Duration(s.rng.ExpFloat64()*float64(n.length))))
 }
 
+// serve is Fleet.serveLocked.
+func (s *simulation) serve(n *node) {
+	for n.waiting > 0 && n.share.take(s.now, Get) {
+		n.waiting--
+		s.begin(n)
+	}
+}
+
 // land is Fleet.landLocked.
-func (s *simulation) land(n *node, c *call) {
+func (s *simulation) land(n *node) {
 	n.call, n.beat = nil, s.now.Add(n.share.nextBeat(s.rng.Float64()))
-	for range c.waiting {
-		switch {
-		case n.share.take(s.now, Get):
+	s.serve(n)
+	if n.share.err == nil && !n.share.full {
+		return // they ask again
+	}
+	for ; n.waiting > 0; n.waiting-- {
+		if n.share.err != nil && n.share.takeUnclaimed(s.now, Get) {
 			s.begin(n)
-		case n.share.err != nil && n.share.takeUnclaimed(s.now, Get):
-			s.begin(n)
-		default:
+		} else {
 			s.shed++
 		}
 	}
 }
 
 func (s *simulation) send(n *node) {
-	c := &call{request: n.share.request(s.now, n.waiting), waiting: n.waiting, sent: s.now}
-	n.call, n.waiting = c, 0
+	c := &call{request: n.share.request(s.now, n.waiting), sent: s.now}
+	n.call = c
 	c.run = s.now.Add(s.upTo(4 * ms))
 	c.due = c.run.Add(s.upTo(4 * ms))
 	if s.gone {

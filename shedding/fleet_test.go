@@ -23,6 +23,7 @@ import (
 type fakeFleet struct {
 	mu    sync.Mutex // guards below
 	room  int64
+	stats SyncReply // what it tells of all instances
 	takes time.Duration
 	err   error
 	panic any
@@ -46,11 +47,15 @@ func (f *fakeFleet) sync(ctx context.Context, r SyncRequest) (SyncReply, error) 
 	if f.panic != nil {
 		panic(f.panic)
 	}
-	claim := min(r.Wanted, f.room)
-	return SyncReply{
-		Now: time.Now().UnixMicro(), Claim: claim, Limit: claim, Beat: minBeat, Hold: 10 * ms,
-		Epoch: 1, Generation: 1, Capacity: 100, Allocation: 80, Claims: claim, Instances: 4,
-	}, f.err
+	reply := f.stats
+	reply.Now, reply.Claim = time.Now().UnixMicro(), min(r.Wanted, f.room)
+	reply.Limit, reply.Claims = reply.Claim, reply.Claim
+	return reply, f.err
+}
+
+// eight instances: an equal share is 10 slots, a tenth of that is one in headroom.
+var eight = SyncReply{
+	Beat: minBeat, Hold: 10 * ms, Epoch: 1, Generation: 1, Capacity: 100, Allocation: 80, Instances: 8,
 }
 
 // set changes how syncs are answered from now on, and forgets those there were.
@@ -69,13 +74,13 @@ func (f *fakeFleet) syncs() []SyncRequest {
 
 var hundred = FleetSettings{Capacity: 100, Reserve: 20}
 
-// newFleet starts a Fleet on a fake fleet, settled after its first sync.
+// newFleet starts a Fleet on a fake fleet, settled after its first two syncs.
 func newFleet(t *testing.T, settings FleetSettings) (*Fleet, *fakeFleet) {
-	fake := &fakeFleet{room: 80, takes: ms}
+	fake := &fakeFleet{room: 80, stats: eight, takes: ms}
 	f := NewFleet(fake.sync, quiet)
 	t.Cleanup(f.Close)
 	f.Set(settings)
-	after(2 * ms)
+	after(3 * ms)
 	fake.set(func() {})
 	return f, fake
 }
@@ -262,8 +267,8 @@ func TestFleet_StoreFailsAndTheShareIsKept(t *testing.T) {
 				t.Fatalf("shed with an error: %v", err)
 			}
 		}
-		if begun != 20 { // 80 slots, four instances
-			t.Errorf("%d requests begin, want 20", begun)
+		if begun != 10 { // 80 slots, eight instances
+			t.Errorf("%d requests begin, want 10", begun)
 		}
 		if ok, _ := f.Acquire(t.Context(), Critical); !ok {
 			t.Error("a critical request is shed")
@@ -330,7 +335,7 @@ func TestFleet_ClaimEnds(t *testing.T) {
 
 func TestFleet_BeforeSetAndAfterClose(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		fake := &fakeFleet{room: 0, takes: ms}
+		fake := &fakeFleet{room: 0, stats: eight, takes: ms}
 		f := NewFleet(fake.sync, quiet)
 		if got := acquire(t, f, 200); got != 200 || len(fake.syncs()) > 0 {
 			t.Errorf("before Set: %d begin, %d syncs; want all and none", got, len(fake.syncs()))

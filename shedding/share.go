@@ -105,6 +105,7 @@ type share struct {
 	full      bool      // the last good reply did not give what was needed
 	holdUntil time.Time // then do not ask before
 	err       error     // of the last sync
+	bare      bool      // the last good reply was the first
 
 	sequence   int64
 	generation int64     // of settings; 0 until the fleet has given it one
@@ -221,19 +222,24 @@ func (s *share) request(now time.Time, waiting int64) SyncRequest {
 }
 
 // headroom is how many slots to have beyond what is needed, so that requests
-// seldom wait for more: the peak of the last beats, at least 1, while claims are
-// up to 80 % of the allocation, falling to none at 95 %.
+// seldom wait for more: the peak of the last beats, or a tenth of an equal share of
+// the allocation if that is more, while claims are up to 80 % of it, falling to
+// none at 95 %. The tenth is for a load that comes from nothing: all of an idle
+// fleet's headroom together is a tenth of the allocation, at most.
 func (s *share) headroom(peak int64) int64 {
 	peak = max(1, peak)
 	if s.fleet.Epoch == 0 {
 		return peak // nothing is known yet
 	}
 	allocation := s.fleet.Allocation
-	left := 95*allocation - 100*s.fleet.Claims
-	if allocation == 0 || left <= 0 {
+	most := max(peak, allocation/10/max(1, s.fleet.Instances))
+	switch left := 95*allocation - 100*s.fleet.Claims; {
+	case left <= 0:
 		return 0
+	case left < 15*allocation:
+		return int64(float64(most) * float64(left) / float64(15*allocation))
 	}
-	return min(peak, peak*left/(15*allocation))
+	return min(most, allocation)
 }
 
 // reply takes down the answer to the request that was sent at sent.
@@ -244,6 +250,7 @@ func (s *share) reply(request SyncRequest, sent, now time.Time, r SyncReply, u f
 		return
 	}
 	s.err = nil
+	s.bare = s.fleet.Epoch == 0 && r.Epoch != 0
 	s.claim, s.limit, s.end = r.Claim, r.Limit, sent.Add(claimBeats*r.Beat)
 	s.fleet = r
 	if request.Generation == 0 && request.Capacity == s.settings.Capacity && request.Reserve == s.settings.hundredths() {
@@ -258,8 +265,12 @@ func (s *share) reply(request SyncRequest, sent, now time.Time, r SyncReply, u f
 // fail takes down that the last sync got no answer.
 func (s *share) fail(err error) { s.err = err }
 
-// nextBeat is how long to wait for the next sync.
+// nextBeat is how long to wait for the next sync: no time at all for one that has
+// just come, which asks for its headroom as soon as it knows the fleet.
 func (s *share) nextBeat(u float64) time.Duration {
+	if s.bare && s.err == nil {
+		return 0
+	}
 	return jitter(max(minBeat, s.fleet.Beat), u)
 }
 

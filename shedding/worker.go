@@ -59,7 +59,7 @@ func NewWorkers() *Workers {
 	return &Workers{
 		stop:        make(chan struct{}),
 		ended:       make(chan struct{}),
-		inFlight:    gauge{at: time.Now()},
+		inFlight:    gauge{at: clock()},
 		utilization: math.NaN(),
 	}
 }
@@ -72,7 +72,7 @@ func (w *Workers) Set(s WorkersSettings) {
 	w.settings = s
 	if !w.running {
 		w.running = true
-		w.inFlight.mean(time.Now()) // start a second
+		w.inFlight.mean(clock()) // start a second
 		go w.run(w.sample)
 	}
 }
@@ -96,7 +96,7 @@ func (w *Workers) Enter() { w.count(1) }
 func (w *Workers) Leave() { w.count(-1) }
 
 func (w *Workers) count(n int64) {
-	now := time.Now()
+	now := clock()
 	w.mu.Lock()
 	w.inFlight.add(now, n)
 	w.mu.Unlock()
@@ -134,7 +134,7 @@ func (w *Workers) run(sample func(now time.Time)) {
 		case <-w.stop:
 			return
 		case <-ticker.C:
-			_ = safely.Do("sampler", func() { sample(time.Now()) })
+			_ = safely.Do("sampler", func() { sample(clock()) })
 		}
 	}
 }
@@ -188,3 +188,10 @@ func (g *gauge) mean(now time.Time) float64 {
 	g.area, g.since = 0, now
 	return mean
 }
+
+// started is when clock began.
+var started = time.Now()
+
+// clock is time.Now for the requests' path, at half its cost, which is most of what
+// the shedders cost: it reads the monotonic clock alone. Its wall clock never steps.
+func clock() time.Time { return started.Add(time.Since(started)) }

@@ -3,7 +3,8 @@
 // Command fleet measures what the fleet shedder costs Redis. Instances without
 // HTTP around them, each with a connection of its own, share one redis-server:
 // first they only beat, then all of them have more requests than slots, and ask
-// for more as often as they may.
+// for more as often as they may. All the while they ask for switches, too, with
+// each beat of theirs.
 //
 //	go run ./fleet -instances 1000 -time 10s
 package main
@@ -63,7 +64,7 @@ func run(out io.Writer, instances int, length, settle time.Duration) error {
 		return err
 	}
 	fmt.Fprintf(out, "%d instances, %s for each phase\n", instances, length)
-	fmt.Fprintf(out, "%-8s  %8s  %10s  %10s  %10s  %11s\n", "", "syncs/s", "us/sync", "refused/s", "failed", "Redis CPU")
+	fmt.Fprintf(out, "%-8s  %8s  %10s  %8s  %10s  %8s  %11s\n", "", "syncs/s", "controls/s", "us/call", "refused/s", "failed", "Redis CPU")
 	for _, phase := range []string{"beating", "refused"} {
 		if phase == "refused" {
 			s.overload()
@@ -94,7 +95,8 @@ type simulation struct {
 	fleets []*shedding.Fleet
 	stores []*limiters.Redis
 
-	refused, failed atomic.Int64 // requests, syncs
+	refused                 atomic.Int64 // requests
+	syncs, controls, failed atomic.Int64 // calls of Redis
 
 	stop chan struct{}
 	done sync.WaitGroup
@@ -106,7 +108,13 @@ func newSimulation(addr string, instances int) *simulation {
 	for range instances {
 		store := limiters.NewRedis(limiters.RedisOptions{
 			Universal: redis.UniversalOptions{Addrs: []string{addr}, PoolSize: 2},
-			Observe: func(_ string, _ time.Duration, err error) {
+			Observe: func(operation string, _ time.Duration, err error) {
+				switch operation {
+				case "fleet_sync":
+					s.syncs.Add(1)
+				case "control":
+					s.controls.Add(1)
+				}
 				if err != nil {
 					s.failed.Add(1)
 				}
@@ -120,9 +128,26 @@ func newSimulation(addr string, instances int) *simulation {
 			return shedding.ParseSyncReply(reply)
 		}, slog.New(slog.DiscardHandler))
 		fleet.Set(settings)
+		s.done.Go(func() { s.control(store) })
 		s.stores, s.fleets = append(s.stores, store), append(s.fleets, fleet)
 	}
 	return s
+}
+
+// control asks for switches as the module does, until close.
+func (s *simulation) control(store *limiters.Redis) {
+	call := limiters.ControlCall{Secret: "0123456789abcdef"}
+	beat := 250 * time.Millisecond
+	for {
+		select {
+		case <-s.stop:
+			return
+		case <-time.After(time.Duration((0.8 + 0.4*rand.Float64()) * float64(beat))):
+		}
+		if reply, err := store.Control(context.Background(), call); err == nil {
+			beat = reply.Beat
+		}
+	}
 }
 
 // each does something with all instances at once.
@@ -172,7 +197,7 @@ func (s *simulation) close() {
 
 // measure writes a line about what Redis does in some time.
 func (s *simulation) measure(out io.Writer, rdb *redis.Client, phase string, length time.Duration) error {
-	refused, failed := s.refused.Load(), s.failed.Load()
+	refused, syncs, controls, failed := s.refused.Load(), s.syncs.Load(), s.controls.Load(), s.failed.Load()
 	before, err := redisproc.ReadUsage(context.Background(), rdb)
 	if err != nil {
 		return err
@@ -184,14 +209,15 @@ func (s *simulation) measure(out io.Writer, rdb *redis.Client, phase string, len
 		return err
 	}
 	seconds := time.Since(begin).Seconds()
-	syncs := after.Calls["evalsha"] - before.Calls["evalsha"]
 	cpu := 100 * (after.CPU - before.CPU) / 1e6 / seconds
 	verdict := ""
 	if len(s.fleets) == 1000 {
 		verdict = fmt.Sprintf(" (want at most %.0f %%)", bar)
 	}
-	fmt.Fprintf(out, "%-8s  %8.0f  %10.1f  %10.0f  %10d  %9.1f %%%s\n", phase,
-		syncs/seconds, (after.Script-before.Script)/syncs,
-		float64(s.refused.Load()-refused)/seconds, s.failed.Load()-failed, cpu, verdict)
+	each := func(now, then int64) float64 { return float64(now-then) / seconds }
+	fmt.Fprintf(out, "%-8s  %8.0f  %10.0f  %8.1f  %10.0f  %8d  %9.1f %%%s\n", phase,
+		each(s.syncs.Load(), syncs), each(s.controls.Load(), controls),
+		(after.Script-before.Script)/(after.Calls["evalsha"]-before.Calls["evalsha"]),
+		each(s.refused.Load(), refused), s.failed.Load()-failed, cpu, verdict)
 	return nil
 }

@@ -23,12 +23,12 @@ func TestRun(t *testing.T) {
 	t.Logf("\n%s", &out)
 	for _, phase := range []string{"beating", "refused"} {
 		_, line, _ := strings.Cut(out.String(), "\n"+phase)
-		var syncs, us, refused float64
-		if _, err := fmt.Sscan(line, &syncs, &us, &refused); err != nil {
+		var syncs, controls, us, refused float64
+		if _, err := fmt.Sscan(line, &syncs, &controls, &us, &refused); err != nil {
 			t.Fatal(err)
 		}
-		if syncs == 0 || us == 0 || (refused > 0) != (phase == "refused") {
-			t.Errorf("%s: %v syncs and %v refused a second, %v us each", phase, syncs, refused, us)
+		if syncs == 0 || controls == 0 || us == 0 || (refused > 0) != (phase == "refused") {
+			t.Errorf("%s: %v syncs, %v controls and %v refused a second, %v us each", phase, syncs, controls, refused, us)
 		}
 	}
 }

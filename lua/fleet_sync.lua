@@ -60,7 +60,7 @@ local known      = tonumber(ARGV[16])
 
 local totals = {'claims', 'in_flight', 'critical', 'workers', 'instances'}
 local fields = {'epoch', 'at', 'rebuilt', 'warm', 'lost', 'poor', 'poor_at', 'missing', 'generation', 'capacity',
-  'reserve', 'auto', 'auto_at', 'auto_max', unpack(totals)}
+  'reserve', 'auto', 'auto_at', 'auto_max', 'claims', 'in_flight', 'critical', 'workers', 'instances'}
 
 local function entry(text) -- nil if there is none
   local n, c, i, cr, w = string.match(text or '', '^(%d+) (%d+) (%d+) (%d+) (%d+)$')
@@ -71,10 +71,13 @@ local function add(sums, e, sign)
   for i = 1, #totals do sums[totals[i]] = sums[totals[i]] + sign * e[totals[i]] end
 end
 
-local stored = redis.call('HMGET', KEYS[1], id, unpack(fields))
+-- Spelled out, for this runs often: unpack takes as long as Redis, and a table that
+-- a loop fills grows six times.
+local stored = redis.call('HMGET', KEYS[1], id, 'epoch', 'at', 'rebuilt', 'warm', 'lost', 'poor', 'poor_at', 'missing',
+  'generation', 'capacity', 'reserve', 'auto', 'auto_at', 'auto_max', 'claims', 'in_flight', 'critical', 'workers',
+  'instances')
 local own = entry(stored[1])
 for i = 1, #fields do stored[i] = tonumber(stored[i + 1]) or 0 end
--- Spelled out: a table that a loop fills grows six times, and this runs often.
 local s = {epoch = stored[1], at = stored[2], rebuilt = stored[3], warm = stored[4], lost = stored[5], poor = stored[6],
   poor_at = stored[7], missing = stored[8], generation = stored[9], capacity = stored[10], reserve = stored[11],
   auto = stored[12], auto_at = stored[13], auto_max = stored[14], claims = stored[15], in_flight = stored[16],

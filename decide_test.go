@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -97,18 +98,23 @@ func TestStoreFails(t *testing.T) {
 		name, onStoreError string
 		limits             []*RateLimit
 		want               int
+		said               string
 	}{
-		{"open", "open", []*RateLimit{rate("a", "enforce")}, 200},
-		{"closed", "closed", []*RateLimit{rate("a", "enforce")}, 503},
-		{"dark never rejects", "closed", []*RateLimit{rate("a", "dark")}, 200},
-		{"a dark one beside an enforced one", "closed", []*RateLimit{rate("a", "dark"), rate("b", "enforce")}, 503},
-		{"nobody is asked", "closed", []*RateLimit{rate("a", "off")}, 200},
+		{"open", "open", []*RateLimit{rate("a", "enforce")}, 200, "store_error"},
+		{"closed", "closed", []*RateLimit{rate("a", "enforce")}, 503, "store_error"},
+		{"closed, critical", "closed", []*RateLimit{rate("a", "enforce")}, 200, "store_error"},
+		{"dark never rejects", "closed", []*RateLimit{rate("a", "dark")}, 200, "store_error"},
+		{"a dark one beside an enforced one", "closed", []*RateLimit{rate("a", "dark"), rate("b", "enforce")}, 503, "store_error"},
+		{"nobody is asked", "closed", []*RateLimit{rate("a", "off")}, 200, "allowed"},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			h := (&Handler{OnStoreError: c.onStoreError, Rate: c.limits}).onStore(t, failingStore{})
-			if got, _ := h.serve(t); got != c.want {
-				t.Errorf("got %d, want %d", got, c.want)
+			if strings.HasSuffix(c.name, "critical") {
+				h.ranking.critical = caddyhttp.MatcherSets{{caddyhttp.MatchMethod{http.MethodGet}}}
+			}
+			if got, said := h.serve(t); got != c.want || said != c.said {
+				t.Errorf("got %d and %s, want %d and %s", got, said, c.want, c.said)
 			}
 		})
 	}

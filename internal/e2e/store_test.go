@@ -160,7 +160,16 @@ func TestStore_FailsClosed(t *testing.T) {
 	if !strings.Contains(a.body, `"code":"limiter_unavailable"`) || a.header.Get("Retry-After") == "" {
 		t.Errorf("got %v %s, want limiter_unavailable and Retry-After", a.header, a.body)
 	}
-	c.get(t, "/v1/charges", bearer("sk_live_closed")...).want(t, http.StatusOK)
+	if n := c.metric(t, "requests_total", `outcome="store_error"`, `criticality="get"`); n != 1 {
+		t.Errorf("requests_total of store errors: got %v, want 1", n)
+	}
+	for range 10 { // also when the breaker is open
+		c.get(t, "/v1/charges", bearer("sk_live_closed")...).want(t, http.StatusOK)
+		a := c.do(t, http.MethodHead, "/", bearer("sk_live_closed")...).want(t, http.StatusServiceUnavailable)
+		if a.body != "" || a.field("RateLimit") != "" || a.header.Get("Stripe-Rate-Limited-Reason") != "" {
+			t.Errorf("got %v %q, want neither limits nor a body", a.header, a.body)
+		}
+	}
 	redis.Restart()
 	eventually(t, patience, "judged again", func() bool {
 		return c.get(t, "/", bearer("sk_live_closed")...).status == http.StatusOK

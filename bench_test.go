@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyevents"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
 
@@ -24,8 +25,11 @@ func runningHandler(b testing.TB, bucket *RateLimit) *Handler {
 	b.Cleanup(cancel)
 	reserve := 20
 	app := &App{
-		hasher: newHasher([]byte("s")), storeKey: "memory " + b.Name(), logger: zap.NewNop(),
+		hasher: newHasher([]byte("s")), storeKey: "memory " + b.Name(), logger: zap.NewNop(), events: new(caddyevents.App),
 		declared: map[string][]*declaredLimit{}, shedders: map[string]*shedders{},
+	}
+	if err := app.events.Provision(ctx); err != nil {
+		b.Fatal(err)
 	}
 	h := &Handler{
 		Pool: "benchmark", Key: []string{sourceAPIKey, sourceClientIP}, IPv6Prefix: 64, app: app,

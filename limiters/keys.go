@@ -3,6 +3,8 @@
 package limiters
 
 import (
+	"bytes"
+	"cmp"
 	"encoding/hex"
 	"sync"
 )
@@ -52,12 +54,16 @@ func (id stateID) name() stateName {
 
 func (l *Limit) stateKey(id Identity) stateKey { return stateKey{id, l.state} }
 
+func (k stateKey) compare(o stateKey) int {
+	return cmp.Or(bytes.Compare(k.identity[:], o.identity[:]), cmp.Compare(k.state, o.state))
+}
+
 // redis returns the key in Redis. Every key of an identity has the identity as
 // its hash tag, so that one script may use them all in a Cluster.
 func (k stateKey) redis(prefix string) string {
 	name := k.state.name()
-	b := make([]byte, 0, len(prefix)+len(name.pool)+len(name.suffix)+2*len(k.identity)+3)
-	b = append(b, prefix...)
+	var room [128]byte // for what is usual
+	b := append(room[:0], prefix...)
 	b = append(b, name.pool...)
 	b = append(b, ':', '{')
 	b = hex.AppendEncode(b, k.identity[:])

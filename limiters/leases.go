@@ -18,6 +18,7 @@ type lease struct {
 	id     uint64
 	length time.Duration
 	index  int // in set.leases, or in ended.leases
+	name   any // its member, a string, rendered once for all commands; nil: not yet
 
 	// Of a Memory alone. Guarded by memoryShard.mu.
 	set *slots // that has it, or had
@@ -37,6 +38,7 @@ type lease struct {
 type ended struct {
 	leases  []*lease
 	claimed int
+	room    [1]*lease // for what is usual
 }
 
 func (e *ended) swap(i, j int) {
@@ -114,6 +116,7 @@ func (t *leaseTable) end(now time.Time, unsure bool, leases ...*lease) {
 		e := t.ended[l.key]
 		if e == nil {
 			e = &ended{}
+			e.leases = e.room[:0]
 			t.ended[l.key] = e
 		}
 		l.index = len(e.leases)

@@ -48,6 +48,7 @@ type parcel struct {
 	commands []*command
 	cmds     []redis.Cmder // of commands; their carrier's
 	landed   chan struct{} // closed when the answers are there; nil: nobody waits for that
+	room     [1]redis.Cmder
 
 	// Guarded by outbox.mu.
 	sent     time.Time // when it left; zero while it waits
@@ -58,9 +59,10 @@ type parcel struct {
 // send sends commands, each of which has its own error then, and returns when
 // they left, zero if they never did, and when the answers had come.
 func (o *outbox) send(ctx context.Context, client *redis.Client, commands []*command) (sent, received time.Time) {
-	p := &parcel{ctx: ctx, commands: commands, cmds: make([]redis.Cmder, len(commands))}
-	for i, c := range commands {
-		p.cmds[i] = c.Cmder
+	p := &parcel{ctx: ctx, commands: commands}
+	p.cmds = p.room[:0]
+	for _, c := range commands {
+		p.cmds = append(p.cmds, c.Cmder)
 	}
 	now := time.Now()
 	o.mu.Lock()

@@ -167,7 +167,7 @@ func (r *Redis) Admit(ctx context.Context, asks []Ask) (adm Admission, failed er
 	if d, ok := ctx.Deadline(); ok && d.Before(deadline) {
 		deadline = d
 	}
-	ctx, cancel := context.WithDeadline(context.WithoutCancel(ctx), deadline)
+	ctx, cancel := context.WithDeadline(context.Background(), deadline)
 	defer cancel()
 
 	calls := make([]admitCall, len(asks))
@@ -190,7 +190,7 @@ func (r *Redis) Admit(ctx context.Context, asks []Ask) (adm Admission, failed er
 		}
 	}
 
-	adm = Admission{Allowed: true, Results: make([]Result, 0, total(asks))}
+	adm = newAdmission(total(asks))
 	done := false
 	defer func() {
 		if !done { // a bug: nobody else would give back what is taken
@@ -250,7 +250,7 @@ func (r *Redis) admitCall(now time.Time, ask Ask) admitCall {
 			ended, more := r.leases.claim(now, c.id, l.stateKey(ask.Identity), maxPiggyback)
 			c.args = append(c.args, len(ended))
 			for _, e := range ended {
-				c.args = append(c.args, r.member(e))
+				c.args = append(c.args, r.argument(e))
 			}
 			c.ended = append(c.ended, ended...)
 			c.more = c.more || more
@@ -269,11 +269,26 @@ func bit(b bool) int {
 // leaseName is the name of the leases of one admission in Redis, and member
 // that of one of them: a name ends with the length of its lease in us.
 func (r *Redis) leaseName(id uint64) string {
-	return r.instance + ":" + strconv.FormatUint(id, 36) + ":"
+	var room [64]byte
+	return string(r.appendLeaseName(room[:0], id))
+}
+
+func (r *Redis) appendLeaseName(b []byte, id uint64) []byte {
+	b = append(append(b, r.instance...), ':')
+	return append(strconv.AppendUint(b, id, 36), ':')
 }
 
 func (r *Redis) member(l *lease) string {
-	return r.leaseName(l.id) + strconv.FormatInt(l.length.Microseconds(), 10)
+	var room [64]byte
+	return string(strconv.AppendInt(r.appendLeaseName(room[:0], l.id), l.length.Microseconds(), 10))
+}
+
+// argument is the member of a lease, for a command.
+func (r *Redis) argument(l *lease) any {
+	if l.name != nil {
+		return l.name
+	}
+	return r.member(l)
 }
 
 // acknowledge notes what a call that is over has released.
@@ -322,22 +337,25 @@ func (r *Redis) conclude(start time.Time, c *admitCall, adm *Admission) error {
 		}
 	}
 
-	var taken []*lease
+	held := len(adm.leases)
 	for i, check := range c.ask.Checks {
 		if l := check.Limit; l.Kind == Concurrency && (c.err != nil || results[i].Outcome == Allowed) {
-			taken = append(taken, &lease{key: l.stateKey(c.ask.Identity), id: c.id, length: l.Lease})
+			taken := adm.take(l.stateKey(c.ask.Identity), c.id, l.Lease)
+			taken.name = r.member(taken)
 		}
 	}
-	if c.err != nil {
-		clear(results)
-		if c.mayHaveRun() {
-			r.leases.end(time.Now(), true, taken...)
-		}
-		return fmt.Errorf("admit: %w", c.err)
+	taken := adm.leases[held:]
+	if c.err == nil {
+		r.leases.hold(start, taken...)
+		return nil
 	}
-	r.leases.hold(start, taken...)
-	adm.leases = append(adm.leases, taken...)
-	return nil
+	clear(results)
+	if c.mayHaveRun() {
+		r.leases.end(time.Now(), true, taken...)
+	}
+	adm.leases = adm.leases[:held]
+	adm.room = nil // its lease may be in use
+	return fmt.Errorf("admit: %w", c.err)
 }
 
 // Release implements Store.

@@ -109,17 +109,20 @@ func (r *Redis) flushRounds(deadline time.Time, all bool) (some bool, failed err
 // release sends the release of leases, at now, and reports whether a server has
 // answered. What one does not answer is kept, and costs others nothing but time.
 func (r *Redis) release(ctx context.Context, now time.Time, leases []*lease) (some bool, failed error) {
-	byKey := map[stateKey][]*lease{}
-	for _, l := range leases {
-		byKey[l.key] = append(byKey[l.key], l)
-	}
+	slices.SortFunc(leases, func(a, b *lease) int { return a.key.compare(b.key) })
 	type releases struct {
 		commands []*command
 		batches  [][]*lease
 	}
 	byNode := map[target]*releases{}
-	for k, leases := range byKey {
-		key := k.redis(r.prefix)
+	for len(leases) > 0 {
+		n := 1
+		for n < min(len(leases), batchSize) && leases[n].key == leases[0].key {
+			n++
+		}
+		batch := leases[:n]
+		leases = leases[n:]
+		key := batch[0].key.redis(r.prefix)
 		to, err := r.node(ctx, key)
 		if err == nil && to.breaker.open.Load() && !r.stopped() {
 			err = to.refusal // sooner than its commands are made
@@ -133,14 +136,12 @@ func (r *Redis) release(ctx context.Context, now time.Time, leases []*lease) (so
 			node = &releases{}
 			byNode[to] = node
 		}
-		for batch := range slices.Chunk(leases, batchSize) {
-			args := append(make([]any, 0, 2+len(batch)), "zrem", key)
-			for _, l := range batch {
-				args = append(args, r.member(l))
-			}
-			node.commands = append(node.commands, &command{Cmder: redis.NewIntCmd(ctx, args...)})
-			node.batches = append(node.batches, batch)
+		args := append(make([]any, 0, 2+len(batch)), "zrem", key)
+		for _, l := range batch {
+			args = append(args, r.argument(l))
 		}
+		node.commands = append(node.commands, &command{Cmder: redis.NewIntCmd(ctx, args...)})
+		node.batches = append(node.batches, batch)
 	}
 	var wg sync.WaitGroup
 	for to, node := range byNode {
@@ -185,7 +186,7 @@ func (r *Redis) renewCall(key renewalKey, leases []*lease) scriptCall {
 	c := newScriptCall(&renewScript, 1, 1+len(leases))
 	c.args = append(c.args, key.redis(r.prefix), nil, key.length.Microseconds())
 	for _, l := range leases {
-		c.args = append(c.args, r.member(l))
+		c.args = append(c.args, r.argument(l))
 	}
 	return c
 }

@@ -97,9 +97,13 @@ func (c *command) key() string {
 // newCommand returns a command whose first key is the given argument and whose
 // reply is integers. It is never sent twice.
 func newCommand(ctx context.Context, firstKey int8, args []any) *command {
-	cmd := &scriptCmd{IntSliceCmd: redis.NewIntSliceCmd(ctx, args...)}
-	cmd.SetFirstKeyPos(firstKey)
-	return &command{Cmder: cmd}
+	c := &struct { // in one piece
+		command
+		script scriptCmd
+	}{script: scriptCmd{IntSliceCmd: redis.NewIntSliceCmd(ctx, args...)}}
+	c.script.SetFirstKeyPos(firstKey)
+	c.Cmder = &c.script
+	return &c.command
 }
 
 // shareSafely is share in a goroutine of its own.

@@ -19,7 +19,7 @@ import (
 // says that the deadline had passed and nothing was done.
 type script struct {
 	source string
-	hash   string
+	hash   any // a string
 }
 
 func newScript(source string) script {

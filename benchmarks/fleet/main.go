@@ -63,6 +63,9 @@ func run(out io.Writer, instances int, length, settle time.Duration) error {
 	if err := s.each(func(f *shedding.Fleet) error { return begin(ctx, f, idle) }); err != nil {
 		return err
 	}
+	for _, store := range s.stores {
+		s.done.Go(func() { s.control(store) })
+	}
 	fmt.Fprintf(out, "%d instances, %s for each phase\n", instances, length)
 	fmt.Fprintf(out, "%-8s  %8s  %10s  %8s  %10s  %8s  %11s\n", "", "syncs/s", "controls/s", "us/call", "refused/s", "failed", "Redis CPU")
 	for _, phase := range []string{"beating", "refused"} {
@@ -128,7 +131,6 @@ func newSimulation(addr string, instances int) *simulation {
 			return shedding.ParseSyncReply(reply)
 		}, slog.New(slog.DiscardHandler))
 		fleet.Set(settings)
-		s.done.Go(func() { s.control(store) })
 		s.stores, s.fleets = append(s.stores, store), append(s.fleets, fleet)
 	}
 	return s
@@ -137,7 +139,7 @@ func newSimulation(addr string, instances int) *simulation {
 // control asks for switches as the module does, until close.
 func (s *simulation) control(store *limiters.Redis) {
 	call := limiters.ControlCall{Secret: "0123456789abcdef"}
-	beat := 250 * time.Millisecond
+	beat := time.Second // not all of a thousand in their first quarter of a second
 	for {
 		select {
 		case <-s.stop:

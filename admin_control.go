@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"math"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -119,18 +120,35 @@ type changeAnswer struct {
 func (o *operator) answer(done applied, err error, alone bool, what string) (changeAnswer, error) {
 	switch {
 	case control.IsNothing(err):
-		return changeAnswer{}, caddy.APIError{HTTPStatus: http.StatusNotFound, Err: errors.New("there is nothing to clear: none is set for exactly this target and scope")}
+		return changeAnswer{}, adminError(http.StatusNotFound, "there is nothing to clear: none is set for exactly this target and scope; %s", o.inForceWords())
 	case err != nil:
 		return changeAnswer{}, badRequest(err)
 	case done.Pending != nil:
 		return changeAnswer{
-			Message: what + " on this instance. The others will follow when the store answers: " + done.Pending.Error(),
+			Message: fmt.Sprintf("%s on this instance ALONE so far: the store does not answer (%v). The others will follow when it does; in a hurry, ask each.", what, done.Pending),
 			Pending: done.Pending.Error(),
 		}, nil
 	case alone || o.store.control.redis == nil:
 		return changeAnswer{Message: what + " on this instance."}, nil
 	}
 	return changeAnswer{Message: what + " on every instance within half a second."}, nil
+}
+
+// inForceWords names the switches and overrides that could have been meant.
+func (o *operator) inForceWords() string {
+	view := o.view()
+	var names []string
+	for _, s := range view.Switches {
+		names = append(names, fmt.Sprintf("%s (scope %s)", words(s.Target), s.Scope))
+	}
+	if n := len(view.Overrides); n > 0 {
+		names = append(names, count(int64(n), "override"))
+	}
+	if len(names) == 0 {
+		return "nothing is in force"
+	}
+	const most = 20
+	return "in force are " + strings.Join(names[:min(len(names), most)], ", ")
 }
 
 // operated runs an endpoint on the running config.
@@ -175,7 +193,7 @@ var setSwitch = operated(func(ctx context.Context, o *operator, r *http.Request)
 	}
 	set := control.Switch{Target: target, Mode: mode, Scope: scope, Note: note}
 	done, err := o.setSwitch(ctx, set, ttl)
-	answer, err := o.answer(done, err, scope == control.Instance, fmt.Sprintf("%s is %s for %s", words(target), mode, in.TTL))
+	answer, err := o.answer(done, err, scope == control.Instance, fmt.Sprintf("%s is %s for %s", words(target), modeSaid(mode), in.TTL))
 	if err == nil {
 		answer.Switch = o.findSwitch(target, scope)
 	}
@@ -188,6 +206,14 @@ func words(t control.Target) string {
 		return "everything"
 	}
 	return t.String()
+}
+
+// modeSaid is the mode of a switch in a sentence.
+func modeSaid(m control.Mode) string {
+	if m > control.Dark {
+		return fmt.Sprintf("enforced for %d%% of the identities", m.Percent())
+	}
+	return m.String()
 }
 
 // findSwitch returns the switch of exactly a target, as it is in force; nil if it

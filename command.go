@@ -3,16 +3,13 @@
 package striperatelimit
 
 import (
-	"bytes"
 	"cmp"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
 	"os"
 	"os/user"
-	"regexp"
 	"strings"
 	"time"
 
@@ -39,99 +36,25 @@ half a second.
 Exit codes: 0 done, 1 failed and nothing was changed, 4 in force on this
 instance alone so far because Redis does not answer.`,
 		CobraFunc: func(cmd *cobra.Command) {
-			cmd.PersistentFlags().String("address", "", "Address of the admin API (default: that of --config, else localhost:2019)")
+			cmd.Example = `  caddy stripe-ratelimit status
+  caddy stripe-ratelimit switch --all off --for 30m --reason "INC-123"
+  caddy stripe-ratelimit switch --all clear
+  caddy stripe-ratelimit inspect --key-file key.txt`
+			cmd.Args = cobra.ArbitraryArgs
+			cmd.RunE = func(cmd *cobra.Command, args []string) error {
+				if len(args) == 0 {
+					return cmd.Help()
+				}
+				cmd.SilenceUsage = true
+				return fmt.Errorf("there is no command '%s'; there are status, switch, inspect, reset and override", args[0])
+			}
+			cmd.PersistentFlags().String("address", "", "Address of the admin API, such as localhost:2019 or unix//run/caddy.sock (default: that of --config, else localhost:2019)")
 			cmd.PersistentFlags().StringP("config", "c", "", "Config file that names the address of the admin API")
 			cmd.PersistentFlags().StringP("adapter", "a", "", "Name of the config's adapter")
 			cmd.PersistentFlags().Bool("json", false, "Print what the admin API answers")
 			cmd.AddCommand(statusCommand(), switchCommand(), inspectCommand(), resetCommand(), overrideCommand())
 		},
 	})
-}
-
-// client asks the admin API of one instance.
-type client struct {
-	cmd     *cobra.Command
-	address string
-	json    bool
-}
-
-// run makes a function of a command. Its mistakes are told in one line.
-func run(do func(c *client, args []string) error) func(*cobra.Command, []string) error {
-	return func(cmd *cobra.Command, args []string) error {
-		cmd.SilenceUsage = true
-		flag := func(name string) string { return cmd.Flag(name).Value.String() }
-		address, err := caddycmd.DetermineAdminAPIAddress(flag("address"), nil, flag("config"), flag("adapter"))
-		if err != nil {
-			return err
-		}
-		err = do(&client{cmd: cmd, address: address, json: flag("json") == "true"}, args)
-		if !errors.Is(err, errPending) {
-			return err
-		}
-		cmd.SilenceErrors = true
-		return caddycmd.WrapCommandFuncForCobra(func(caddycmd.Flags) (int, error) { return exitPending, nil })(cmd, args)
-	}
-}
-
-// errPending makes the command exit with exitPending.
-var errPending = errors.New("not in the store yet")
-
-// refused is how caddycmd.AdminAPIRequest words an answer that is an error.
-var refused = regexp.MustCompile(`(?s)^caddy responded with error: HTTP (\d+): (.*)$`)
-
-// call sends a request to the admin API and reads the answer into out. With
-// --json it prints the answer instead, and told is true.
-func (c *client) call(method, path string, in, out any) (told bool, err error) {
-	var body io.Reader
-	if in != nil {
-		text, err := json.Marshal(in)
-		if err != nil {
-			return false, err
-		}
-		body = bytes.NewReader(text)
-	}
-	resp, err := caddycmd.AdminAPIRequest(c.address, method, adminBase+path, nil, body)
-	if err != nil {
-		return false, c.explain(err)
-	}
-	defer resp.Body.Close()
-	text, err := io.ReadAll(resp.Body)
-	if err != nil {
-		return false, err
-	}
-	if err := json.Unmarshal(text, out); err != nil {
-		return false, fmt.Errorf("the answer of %s makes no sense: %w", c.address, err)
-	}
-	if !c.json {
-		return false, nil
-	}
-	var indented bytes.Buffer
-	if err := json.Indent(&indented, text, "", "  "); err != nil {
-		return false, err
-	}
-	c.printf("%s\n", bytes.TrimSpace(indented.Bytes()))
-	return true, nil
-}
-
-// explain says what to do about a failed request.
-func (c *client) explain(err error) error {
-	match := refused.FindStringSubmatch(err.Error())
-	if match == nil {
-		return fmt.Errorf("no admin API at %s (%w); is Caddy running, and is this its address? Use --address or --config. "+
-			"With `admin off` there is none: write `mode off` into the config and reload it with a signal or a restart", c.address, err)
-	}
-	var answer struct{ Error string }
-	if json.Unmarshal([]byte(match[2]), &answer) == nil && answer.Error != "" {
-		return errors.New(answer.Error)
-	}
-	if match[1] == "404" {
-		return fmt.Errorf("the Caddy at %s has no module stripe_ratelimit, or an older one", c.address)
-	}
-	return err
-}
-
-func (c *client) printf(format string, args ...any) {
-	_, _ = fmt.Fprintf(c.cmd.OutOrStdout(), format, args...)
 }
 
 // target are the flags that name limits.
@@ -158,8 +81,20 @@ func reasonFlags(cmd *cobra.Command) {
 	cmd.Flags().String("actor", "", "Who (default: you, as the system knows you)")
 }
 
-func (c *client) note() noteRequest {
-	return noteRequest{TTL: c.flag("for"), Reason: c.flag("reason"), Actor: cmp.Or(c.flag("actor"), whoAmI())}
+func (c *client) note() (n noteRequest, err error) {
+	if n.TTL = c.flag("for"); n.TTL == "" {
+		return n, errors.New("--for is missing: when does it end by itself? Such as --for 30m")
+	}
+	n.Reason, n.Actor, err = c.reason()
+	return n, err
+}
+
+// reason returns why something is changed, and who does it.
+func (c *client) reason() (reason, actor string, err error) {
+	if reason = c.flag("reason"); reason == "" {
+		err = errors.New(`--reason is missing: say why, for those who find it. Such as --reason "INC-123"`)
+	}
+	return reason, cmp.Or(c.flag("actor"), whoAmI()), err
 }
 
 // whoAmI is the user at this machine.
@@ -234,13 +169,20 @@ clear ends the switch of exactly this target; with --all it ends every switch.`,
 				if told, err := c.call(http.MethodGet, "switches", nil, &list); told || err != nil {
 					return err
 				}
-				c.printSwitches(list.Switches)
+				printSwitches(c.cmd.OutOrStdout(), list.Switches)
 				return nil
 			}
 			in := switchRequest{targetRequest: c.target(), All: c.flag("all") == "true", Scope: c.flag("scope")}
+			if !in.All && in.targetRequest == (targetRequest{}) {
+				return errors.New("which limits? Use --all, or --pool, --kind and --limit")
+			}
 			method := http.MethodDelete
 			if args[0] != "clear" || len(args) > 1 {
-				method, in.Mode, in.noteRequest = http.MethodPost, strings.Join(args, " "), c.note()
+				var err error
+				method, in.Mode = http.MethodPost, strings.Join(args, " ")
+				if in.noteRequest, err = c.note(); err != nil {
+					return err
+				}
 			}
 			return c.change(method, "switches", in)
 		}),
@@ -301,7 +243,11 @@ a reload. The period and the lease stay those of the limit. It ends by itself.`,
 			if err != nil {
 				return err
 			}
-			in := overrideRequest{targetRequest: c.target(), identityRequest: id, noteRequest: c.note()}
+			note, err := c.note()
+			if err != nil {
+				return err
+			}
+			in := overrideRequest{targetRequest: c.target(), identityRequest: id, noteRequest: note}
 			for name, field := range map[string]*int64{"requests": &in.Requests, "burst": &in.Burst, "capacity": &in.Capacity} {
 				*field, _ = c.cmd.Flags().GetInt64(name) // which is a flag, and a number
 			}
@@ -373,12 +319,11 @@ requests that still run are taken again within a third of their lease.`,
 			if err != nil {
 				return err
 			}
-			return c.change(http.MethodPost, "keys/reset", resetRequest{
-				keyRequest: keyRequest{Pool: c.flag("pool"), identityRequest: id},
-				Leases:     c.flag("leases") == "true",
-				Reason:     c.flag("reason"),
-				Actor:      cmp.Or(c.flag("actor"), whoAmI()),
-			})
+			in := resetRequest{keyRequest: keyRequest{Pool: c.flag("pool"), identityRequest: id}, Leases: c.flag("leases") == "true"}
+			if in.Reason, in.Actor, err = c.reason(); err != nil {
+				return err
+			}
+			return c.change(http.MethodPost, "keys/reset", in)
 		}),
 	}
 	cmd.Flags().String("pool", "", "Only this pool")
@@ -392,38 +337,59 @@ func statusCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "status [--pool <pool>] [--watch]",
 		Short: "Shows what is in force, how often it triggered, and how the store does",
+		Long: `
+Shows what is in force, how often each limit has triggered since Caddy began, the
+shed level, the fleet and the store, as this instance knows them. Lines that begin
+with ! come first: they are what is not as it should be.`,
 		Example: `  caddy stripe-ratelimit status
   caddy stripe-ratelimit status --pool api --watch
   caddy stripe-ratelimit status --json | jq '.pools[].workers.level'`,
 		Args: cobra.NoArgs,
 		RunE: run(func(c *client, _ []string) error {
-			watch := c.flag("watch") == "true"
-			var before *status
-			for {
-				var now status
-				told, err := c.call(http.MethodGet, "status", nil, &now)
-				if err != nil {
-					return err
-				}
-				if !told {
-					if watch {
-						c.clearScreen()
-					}
-					c.printStatus(&now, before, c.flag("pool"))
-				}
-				if !watch {
-					return nil
-				}
-				before = &now
-				select {
-				case <-c.cmd.Context().Done():
-					return nil
-				case <-time.After(time.Second):
-				}
+			if c.flag("watch") == "true" {
+				return c.watch()
 			}
+			var now status
+			told, err := c.call(http.MethodGet, "status", nil, &now)
+			if told || err != nil {
+				return err
+			}
+			text, err := statusText(&now, c.flag("pool"), nil)
+			c.printf("%s", text)
+			return err
 		}),
 	}
 	cmd.Flags().String("pool", "", "Only this pool")
 	cmd.Flags().BoolP("watch", "w", false, "Show it anew each second, with rates, until interrupted")
 	return cmd
+}
+
+// watch shows the status each second, until it is interrupted or fails at once.
+func (c *client) watch() error {
+	var before *status
+	for {
+		now := new(status)
+		told, err := c.call(http.MethodGet, "status", nil, now)
+		switch {
+		case err != nil && before == nil:
+			return err
+		case err != nil: // it may come back, from a restart
+			c.show(fmt.Sprintf("! %v\n", err))
+		case !told:
+			if before == nil {
+				before = &status{}
+			}
+			text, err := statusText(now, c.flag("pool"), before)
+			if err != nil {
+				return err
+			}
+			c.show(fmt.Sprintf("%s  %s\n\n%s", now.Time.Local().Format(time.TimeOnly), c.address, text))
+			before = now
+		}
+		select {
+		case <-c.cmd.Context().Done():
+			return nil
+		case <-time.After(time.Second):
+		}
+	}
 }

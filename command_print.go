@@ -5,6 +5,7 @@ package striperatelimit
 import (
 	"cmp"
 	"fmt"
+	"io"
 	"os"
 	"strings"
 	"text/tabwriter"
@@ -13,47 +14,137 @@ import (
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/control"
 )
 
-// table prints rows with aligned columns, below each other.
-func (c *client) table(rows ...[]string) {
-	w := tabwriter.NewWriter(c.cmd.OutOrStdout(), 0, 0, 3, ' ', 0)
+// table writes rows with aligned columns, below each other.
+func table(out io.Writer, rows ...[]string) {
+	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', 0)
 	for _, row := range rows {
 		_, _ = fmt.Fprintln(w, "  "+strings.Join(row, "\t"))
 	}
 	_ = w.Flush()
 }
 
-// clearScreen makes room for the next view, on a terminal.
-func (c *client) clearScreen() {
+// show puts a text in the place of the one before, on a terminal. Lines that are
+// too long are cut off there.
+func (c *client) show(text string) {
 	if out, ok := c.cmd.OutOrStdout().(*os.File); ok {
 		if info, err := out.Stat(); err == nil && info.Mode()&os.ModeCharDevice != 0 {
-			c.printf("\x1b[H\x1b[2J")
+			c.printf("\x1b[?7l\x1b[H%s\x1b[J\x1b[?7h", strings.ReplaceAll(text, "\n", "\x1b[K\n"))
 			return
 		}
 	}
-	c.printf("\n")
+	c.printf("%s\n", text)
 }
 
-// printStatus prints a status, with rates since another one unless that is nil.
-func (c *client) printStatus(s, before *status, only string) {
+// statusText is a status in words, with rates since another one unless that is
+// nil.
+func statusText(s *status, only string, before *status) (string, error) {
 	if s.Store == nil {
-		c.printf("No running config has limits; add stripe_ratelimit to a site and reload.\n")
-		return
+		return "No running config has limits; add stripe_ratelimit to a site and reload.\n", nil
 	}
-	c.printf("Store      %s\n", s.Store.words())
-	c.printSwitches(s.Switches)
-	if s.Overrides > 0 {
-		c.printf("Overrides  %d in force\n", s.Overrides)
-	}
-	shown := 0
+	var pools []*poolStatus
+	var names []string
 	for i := range s.Pools {
-		if p := &s.Pools[i]; only == "" || p.Pool == only {
-			shown++
-			c.printPool(p, before.pool(p.Pool), before.until(s))
+		p := &s.Pools[i]
+		if names = append(names, p.Pool); only == "" || p.Pool == only {
+			pools = append(pools, p)
 		}
 	}
-	if shown == 0 {
-		c.printf("\nThere is no pool %q here.\n", only)
+	if len(pools) == 0 {
+		return "", unknown("pool", only, names)
 	}
+	out := new(strings.Builder)
+	for _, line := range s.alarms() {
+		fmt.Fprintf(out, "! %s\n", line)
+	}
+	fmt.Fprintf(out, "Store      %s\n", s.Store.words())
+	printSwitches(out, s.Switches)
+	if s.Overrides > 0 {
+		fmt.Fprintf(out, "Overrides  %d in force\n", s.Overrides)
+	}
+	for _, p := range pools {
+		printPool(out, p, before, before.until(s))
+	}
+	return out.String(), nil
+}
+
+// alarms is what somebody must see who looks at a status in an incident.
+func (s *status) alarms() (lines []string) {
+	say := func(format string, args ...any) { lines = append(lines, fmt.Sprintf(format, args...)) }
+	switch failing := strings.Join(s.Store.Failing, ", "); {
+	case failing != "":
+		say("REDIS FAILS (%s): on_store_error says what becomes of requests; switches stay in force", failing)
+	case s.Store.Error != "":
+		say("Redis failed just now: %s", s.Store.Error)
+	}
+	if s.Store.Waiting > 0 {
+		say("%s for Redis: so far in force on this instance alone", wait(s.Store.Waiting))
+	}
+	limits, off, dark := 0, 0, 0
+	for i := range s.Pools {
+		for _, l := range s.Pools[i].Limits {
+			limits++
+			if l.Source != "switch" {
+				continue
+			}
+			if dark++; l.Mode == control.Off.String() {
+				off++
+			}
+		}
+	}
+	switch {
+	case off == limits && off > 0:
+		say("EVERY LIMIT IS OFF by a switch")
+	case dark > 0:
+		say("SWITCHES weaken %d of %s, %d of them to off", dark, count(int64(limits), "limit"), off)
+	}
+	for i := range s.Pools {
+		lines = append(lines, s.Pools[i].alarms()...)
+	}
+	return lines
+}
+
+func wait(n int) string {
+	if n == 1 {
+		return "1 change waits"
+	}
+	return fmt.Sprintf("%d changes wait", n)
+}
+
+func (p *poolStatus) alarms() (lines []string) {
+	say := func(format string, args ...any) { lines = append(lines, fmt.Sprintf(format, args...)) }
+	sheds := func(kind, what string) {
+		switch p.limit(kind, kind).mode() {
+		case control.Off:
+		case control.Dark:
+			say("pool %s would shed, if %s were not dark: %s", p.Pool, kind, what)
+		default:
+			say("pool %s SHEDS by %s: %s", p.Pool, kind, what)
+		}
+	}
+	if w := p.Workers; w != nil {
+		if w.Utilization == nil {
+			say("pool %s: the utilization of the workers is not known, so their level stays", p.Pool)
+		}
+		if w.Level > 0 {
+			sheds("workers", w.sheds())
+		}
+	}
+	if f := p.Fleet; f != nil && f.InFlight >= f.Allocation {
+		sheds("fleet", fmt.Sprintf("all %d slots of the fleet are in use", f.Allocation))
+	}
+	return lines
+}
+
+// mode is that in force; off for a limit that there is not.
+func (l *limitStatus) mode() control.Mode {
+	if l == nil {
+		return control.Off
+	}
+	mode, err := control.ParseMode(l.Mode)
+	if err != nil {
+		return control.Enforce // which is none of a switch
+	}
+	return mode
 }
 
 func (s *storeStatus) words() string {
@@ -67,12 +158,7 @@ func (s *storeStatus) words() string {
 		words += ", " + count(s.Instances, "instance")
 	}
 	if len(s.Failing) > 0 {
-		words += ", FAILING: " + strings.Join(s.Failing, ", ") + "; on_store_error says what becomes of requests"
-	} else if s.Error != "" {
-		words += ", failed just now: " + s.Error
-	}
-	if s.Waiting > 0 {
-		words += fmt.Sprintf(", %d changes wait for it", s.Waiting)
+		words += ", FAILS"
 	}
 	return words
 }
@@ -98,40 +184,41 @@ func (s *status) until(next *status) float64 {
 	return next.Time.Sub(s.Time).Seconds()
 }
 
-func (c *client) printPool(p, before *poolStatus, elapsed float64) {
-	c.printf("\nPool %s: %d critical and %d other requests in progress\n", p.Pool, p.InFlight.Critical, p.InFlight.NonCritical)
+func printPool(out io.Writer, p *poolStatus, earlier *status, elapsed float64) {
+	fmt.Fprintf(out, "\nPool %s: %d critical and %d other requests in progress\n", p.Pool, p.InFlight.Critical, p.InFlight.NonCritical)
 	per := ""
-	if before != nil && elapsed > 0 {
+	if earlier != nil {
 		per = "/S"
 	}
+	before := earlier.pool(p.Pool)
 	rows := make([][]string, 0, 1+len(p.Limits))
-	rows = append(rows, []string{"LIMIT", "IN FORCE", "MODE", "ALLOWED" + per, "REJECTED" + per, "WOULD REJECT" + per, "ERRORS" + per})
+	rows = append(rows, []string{"LIMIT", "NUMBERS", "MODE", "ALLOWED" + per, "REJECTED" + per, "WOULD REJECT" + per, "ERRORS" + per})
 	for i := range p.Limits {
 		l := &p.Limits[i]
 		mode := l.Mode
-		if l.Source != "config" {
-			mode += " (" + l.Source + ")"
-		}
-		now, then := l.triggers(), triggers{}
-		if per != "" {
-			then = before.limit(l.Kind, l.Limit).triggers()
+		if l.Source == "switch" {
+			mode = strings.ToUpper(mode) + " (switch)"
 		}
 		row := []string{l.name(), l.Numbers, mode}
-		for j := range now {
-			if per == "" {
-				row = append(row, fmt.Sprint(now[j]))
-			} else {
-				row = append(row, fmt.Sprintf("%.1f", float64(now[j]-then[j])/elapsed))
+		then := before.limit(l.Kind, l.Limit).triggers()
+		for j, n := range l.triggers() {
+			switch {
+			case per == "":
+				row = append(row, fmt.Sprint(n))
+			case before == nil || n < then[j]: // of the process before
+				row = append(row, "-")
+			default:
+				row = append(row, fmt.Sprintf("%.1f", float64(n-then[j])/elapsed))
 			}
 		}
 		rows = append(rows, row)
 	}
-	c.table(rows...)
+	table(out, rows...)
 	if w := p.Workers; w != nil {
-		c.printf("  workers: %s\n", w.words())
+		fmt.Fprintf(out, "  workers: %s\n", w.words())
 	}
 	if f := p.Fleet; f != nil {
-		c.printf("  fleet: %s\n", f.words())
+		fmt.Fprintf(out, "  fleet: %s\n", f.words())
 	}
 }
 
@@ -145,6 +232,9 @@ func (l *limitStatus) name() string {
 
 // limit returns what was said of a limit, nil if nothing.
 func (p *poolStatus) limit(kind, name string) *limitStatus {
+	if p == nil {
+		return nil
+	}
 	for i := range p.Limits {
 		if l := &p.Limits[i]; l.Kind == kind && l.Limit == name {
 			return l
@@ -161,10 +251,11 @@ func (l *limitStatus) triggers() (t triggers) {
 	if l == nil {
 		return t
 	}
-	rejected := func(m map[string]uint64) uint64 { return m["denied"] + m["shed"] }
+	allowed := func(m map[string]uint64) uint64 { return m["allowed"] + m["local_allowed"] }
+	rejected := func(m map[string]uint64) uint64 { return m["denied"] + m["local_denied"] + m["shed"] }
 	enforced, dark := l.Decisions["enforce"], l.Decisions["dark"]
 	return triggers{
-		enforced["allowed"] + dark["allowed"],
+		allowed(enforced) + allowed(dark),
 		rejected(enforced), rejected(dark),
 		enforced["store_error"] + dark["store_error"],
 	}
@@ -175,7 +266,11 @@ func (w *workersReport) words() string {
 	if w.Utilization != nil {
 		words = fmt.Sprintf("utilization %.0f%%", *w.Utilization*100)
 	}
-	words += fmt.Sprintf(", level %.2f, ", w.Level)
+	return words + fmt.Sprintf(", level %.2f, sheds ", w.Level) + w.sheds()
+}
+
+// sheds is what is shed at the level.
+func (w *workersReport) sheds() string {
 	var sheds []string
 	for _, class := range []string{"test_mode", "get", "post"} {
 		if chance := w.Probability[class]; chance > 0 {
@@ -183,9 +278,9 @@ func (w *workersReport) words() string {
 		}
 	}
 	if len(sheds) == 0 {
-		return words + "sheds nothing"
+		return "nothing"
 	}
-	return words + "sheds " + strings.Join(sheds, ", ")
+	return strings.Join(sheds, ", ")
 }
 
 func (f *fleetReport) words() string {
@@ -197,17 +292,17 @@ func (f *fleetReport) words() string {
 	return words
 }
 
-func (c *client) printSwitches(switches []control.Switch) {
+func printSwitches(out io.Writer, switches []control.Switch) {
 	if len(switches) == 0 {
-		c.printf("Switches   none; all is as the config has it\n")
+		fmt.Fprintf(out, "Switches   none; all is as the config has it\n")
 		return
 	}
-	c.printf("Switches\n")
+	fmt.Fprintf(out, "Switches\n")
 	rows := [][]string{{"TARGET", "MODE", "SCOPE", "ENDS", "ACTOR", "REASON"}}
 	for _, s := range switches {
-		rows = append(rows, []string{s.Target.String(), s.Mode.String(), string(s.Scope), ends(s.Until), s.Actor, s.Reason})
+		rows = append(rows, []string{words(s.Target), s.Mode.String(), string(s.Scope), ends(s.Until), s.Actor, s.Reason})
 	}
-	c.table(rows...)
+	table(out, rows...)
 }
 
 func (c *client) printOverrides(overrides []control.Override) {
@@ -220,7 +315,7 @@ func (c *client) printOverrides(overrides []control.Override) {
 	for _, o := range overrides {
 		rows = append(rows, []string{o.Target.String(), o.Identity, overriddenTo(&o), ends(o.Until), o.Actor, o.Reason})
 	}
-	c.table(rows...)
+	table(c.cmd.OutOrStdout(), rows...)
 }
 
 func overriddenTo(o *control.Override) string {
@@ -232,7 +327,19 @@ func overriddenTo(o *control.Override) string {
 
 // ends is a time in this machine's zone, and how far away it is.
 func ends(t time.Time) string {
-	return fmt.Sprintf("%s (in %s)", t.Local().Format("2006-01-02 15:04:05"), max(0, time.Until(t)).Round(time.Second))
+	return fmt.Sprintf("%s (in %s)", t.Local().Format("2006-01-02 15:04:05"), tidy(max(0, time.Until(t)).Round(time.Second)))
+}
+
+// tidy is a duration without units of which there are none.
+func tidy(d time.Duration) string {
+	text := d.String()
+	if short, ok := strings.CutSuffix(text, "m0s"); ok {
+		text = short + "m"
+	}
+	if short, ok := strings.CutSuffix(text, "h0m"); ok {
+		text = short + "h"
+	}
+	return text
 }
 
 func (c *client) printInspection(found inspection) {
@@ -243,7 +350,7 @@ func (c *client) printInspection(found inspection) {
 		l := &found.Limits[i]
 		rows = append(rows, []string{control.Target{Pool: l.Pool, Kind: l.Kind, Limit: l.Limit}.String(), l.Numbers, l.left(), next(l.NextAllowed), l.note()})
 	}
-	c.table(rows...)
+	table(c.cmd.OutOrStdout(), rows...)
 	for i := range found.Limits {
 		l := &found.Limits[i]
 		if len(l.Leases) == 0 {
@@ -254,7 +361,7 @@ func (c *client) printInspection(found inspection) {
 		for _, lease := range l.Leases {
 			rows = append(rows, []string{cmp.Or(lease.Instance, "this one"), age(lease.Age), next(lease.Ends)})
 		}
-		c.table(rows...)
+		table(c.cmd.OutOrStdout(), rows...)
 	}
 }
 

@@ -333,9 +333,11 @@ func (h *Handler) judge(a *attachment, w http.ResponseWriter, r *http.Request, t
 	h.guard(v, func() { h.decide(a, r, repl, v, t) })
 	h.guard(v, func() {
 		h.annotate(r, repl, v)
-		v.trace(r)
-		if !v.rejects() && (h.RateLimitHeaders == nil || *h.RateLimitHeaders) {
-			v.setRateLimitFields(w.Header())
+		if !v.rejects() { // else Retry-After is not known yet
+			v.trace(r)
+			if h.RateLimitHeaders == nil || *h.RateLimitHeaders {
+				v.setRateLimitFields(w.Header())
+			}
 		}
 		if c := h.logger.Check(zap.DebugLevel, "decided"); c != nil {
 			c.Write(zap.String("pool", h.Pool), zap.Stringer("outcome", v.outcome),
@@ -375,6 +377,7 @@ func (h *Handler) answer(a *attachment, w http.ResponseWriter, r *http.Request, 
 		}
 	}()
 	err = h.reject(w, r, v, rand.Float64())
+	h.guard(v, func() { v.trace(r) })
 	h.count(a, v)
 	return true, err
 }

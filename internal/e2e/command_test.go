@@ -66,6 +66,7 @@ func TestCommand(t *testing.T) {
 	for _, status := range []int{200, 200, 429} {
 		c.get(t, "/", bearer("sk_live_4eC39HqLyjWDarjtT1zdp7dc")...).want(t, status)
 	}
+	eventually(t, patience, "known how busy it is", func() bool { return c.metric(t, "worker_utilization") >= 0 })
 	keyFile := filepath.Join(t.TempDir(), "key")
 	if err := os.WriteFile(keyFile, []byte("sk_live_4eC39HqLyjWDarjtT1zdp7dc\n"), 0o600); err != nil {
 		t.Fatal(err)
@@ -81,31 +82,39 @@ func TestCommand(t *testing.T) {
 		{"override", "", 0, `Overrides  none`},
 
 		// A mistake changes nothing and says what to do.
-		{"switch --all off --for 1h", "", 1, `Error: there is no reason; say why, for those who find it`},
+		{"switch --all off --for 1h", "", 1, `Error: --reason is missing: say why, for those who find it. Such as --reason "INC-123"`},
 		{"switch --pool apo off --for 1h --reason test", "", 1,
 			`Error: there is no target 'apo'; there are api/rate/rate, api/concurrency/concurrency, api/fleet, api/workers`},
 		{"switch --all --pool api off --for 1h --reason test", "", 1,
 			`Error: if any flags in the group [all pool] are set none of the others can be; [all pool] were all set`},
+		{"switch --all off --reason test", "", 1, `Error: --for is missing: when does it end by itself? Such as --for 30m`},
+		{"switch off --for 1h --reason test", "", 1, `Error: which limits? Use --all, or --pool, --kind and --limit`},
+		{"switch --all clear", "", 1, `Error: there is nothing to clear: none is set for exactly this target and scope; nothing is in force`},
+		{"status --pool apo", "", 1, `Error: there is no pool 'apo'; there are api`},
+		{"stats", "", 1, `Error: there is no command 'stats'; there are status, switch, inspect, reset and override`},
 		{"inspect", "", 1, `Error: at least one of the flags in the group [identity key-file] is required`},
 		{"switch", "", 0, `Switches  none; all is as the config has it`},
 
 		{"switch --all off --for 30m --reason INC-123 --actor anna", "", 0, `everything is off for 30m on every instance within half a second.`},
 		{"switch --pool api --kind rate dark --for 2h --reason launch --actor anna --scope instance", "", 0, `api/rate is dark for 2h on this instance.`},
+		{"switch --pool api clear", "", 1, `Error: there is nothing to clear: none is set for exactly this target and scope; in force are everything (scope fleet), api/rate (scope instance)`},
 		{"status", "", 0, `
+! EVERY LIMIT IS OFF by a switch
 Store  redis, 1 instance
 Switches
   TARGET  MODE  SCOPE  ENDS  ACTOR  REASON
-  *  off  fleet  TIME  anna  INC-123
+  everything  off  fleet  TIME  anna  INC-123
   api/rate  dark  instance  TIME  anna  launch
 
 Pool api: 0 critical and 0 other requests in progress
-  LIMIT  IN FORCE  MODE  ALLOWED  REJECTED  WOULD REJECT  ERRORS
-  rate  6/h burst 2  off (switch)  2  1  0  0
-  concurrency  3 in progress  off (switch)  3  0  0  0
-  fleet  100 in progress fleet-wide, 80 for non-critical  off (switch)  3  0  0  0
-  workers  10 on this instance  off (switch)  3  0  0  0
+  LIMIT  NUMBERS  MODE  ALLOWED  REJECTED  WOULD REJECT  ERRORS
+  rate  6/h burst 2  OFF (switch)  2  1  0  0
+  concurrency  3 in progress  OFF (switch)  3  0  0  0
+  fleet  100 in progress fleet-wide, 80 for non-critical  OFF (switch)  3  0  0  0
+  workers  10 on this instance  OFF (switch)  3  0  0  0
   workers: utilization 0%, level LEVEL, sheds nothing
   fleet: 1 instance; 0 of 80 slots for non-critical requests in use, instances own N, this one N; 0 critical requests`},
+		{"switch --pool api --kind rate --limit rate enforce 5 --for 1h --reason launch", "", 0, `api/rate/rate is enforced for 5% of the identities for 1h on every instance within half a second.`},
 		{"switch --all clear", "", 0, `every switch is cleared on every instance within half a second.`},
 		{"switch --pool api --kind rate clear --scope instance", "", 0, `the switch of api/rate is cleared on this instance.`},
 
@@ -157,8 +166,31 @@ Identity IDENTITY
 	// With Redis gone a change is in force here, and says so.
 	redis.Kill()
 	out, code = c.command(t, "", "switch", "--all", "off", "--for", "1h", "--reason", "Redis is gone")
-	if want := "everything is off for 1h on this instance. The others will follow when the store answers: "; code != 4 || !strings.HasPrefix(out, want) {
+	if want := "everything is off for 1h on this instance ALONE so far: the store does not answer ("; code != 4 || !strings.HasPrefix(out, want) {
 		t.Errorf("switch without Redis: got exit code %d, want 4\n%s\nwant %s…", code, out, want)
+	}
+	eventually(t, patience, "known to be failing", func() bool { return c.metric(t, "store_breaker_open") == 1 })
+	out, code = c.command(t, "", "status")
+	for _, want := range []string{
+		"! REDIS FAILS (" + redis.Addr + "): on_store_error says what becomes of requests; switches stay in force\n",
+		"\n! 1 change waits for Redis: so far in force on this instance alone\n",
+		"\n! EVERY LIMIT IS OFF by a switch\n",
+		"\nStore      redis, 1 instance, FAILS\n",
+	} {
+		if code != 0 || !strings.Contains(out, want) {
+			t.Errorf("status without Redis: got exit code %d, want 0\n%s\nwant … %s …", code, out, want)
+		}
+	}
+	out, _ = c.command(t, "", "status", "--json")
+	var failing struct {
+		Store struct {
+			Error   string
+			Failing []string
+			Waiting int
+		}
+	}
+	if err := json.Unmarshal([]byte(out), &failing); err != nil || failing.Store.Error == "" || failing.Store.Waiting != 1 || len(failing.Store.Failing) != 1 {
+		t.Errorf("status --json without Redis: got %+v, %v\n%s", failing, err, out)
 	}
 	out, code = c.command(t, "", "inspect", "--key-file", keyFile)
 	if want := "Error: the store does not answer"; code != 1 || !strings.HasPrefix(out, want) {
@@ -169,5 +201,43 @@ Identity IDENTITY
 	out, code = c.command(t, "", "status")
 	if want := "Error: no admin API at " + c.Admin; code != 1 || !strings.HasPrefix(out, want) || !strings.Contains(out, "mode off") {
 		t.Errorf("status of nobody: got exit code %d, want 1\n%s\nwant %s…", code, out, want)
+	}
+}
+
+// The admin API is where the config says, and if it is nowhere, the command says
+// that rather than ask another Caddy.
+func TestCommand_Address(t *testing.T) {
+	dir, err := os.MkdirTemp("", "admin-") // that of a test is too long for a socket
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	socket := filepath.Join(dir, "s")
+	c := start(t, config{global: "admin unix/" + socket, site: "stripe_ratelimit api {\n rate 1/h \n}\n respond ok"})
+	write := func(global string) string {
+		file := filepath.Join(t.TempDir(), "Caddyfile")
+		if err := os.WriteFile(file, []byte("{\n\t"+global+"\n}\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return file
+	}
+	cases := []struct {
+		args []string
+		code int
+		want string
+	}{
+		{[]string{"--address", "unix/" + socket}, 0, "Store      memory"},
+		{[]string{"--config", write("admin unix/" + socket)}, 0, "Store      memory"},
+		{[]string{"--address", socket}, 1, "Error: " + socket + " is no address; that of a Unix socket is unix/" + socket},
+		{[]string{"--config", write("admin off")}, 1, "has `admin off`, so there is nobody to ask. Write `mode off` into its stripe_ratelimit, and restart Caddy"},
+		{[]string{"--config", write("admin unix/" + socket + "2")}, 1, "Error: no admin API at unix/" + socket + "2 (dial unix "},
+	}
+	for _, row := range cases {
+		cmd := caddyproc.Command(t, t.TempDir(), append([]string{"stripe-ratelimit", "status"}, row.args...)...)
+		cmd.Env = append(cmd.Env, "CADDY_ADMIN="+c.Admin)
+		out, _ := cmd.CombinedOutput()
+		if code := cmd.ProcessState.ExitCode(); code != row.code || !strings.Contains(string(out), row.want) {
+			t.Errorf("%v: got exit code %d, want %d\n%s\nwant … %s …", row.args, code, row.code, out, row.want)
+		}
 	}
 }

@@ -82,7 +82,7 @@ func TestOperate_RedisGone(t *testing.T) {
 	p.want(t, 0, off, enforced)
 	p.want(t, 1, off, enforced)
 	out, code := p.caddys[0].command(t, "", "switch", "--pool", "b", "off", "--for", "1h", "--reason", "INC-2")
-	if want := "b is off for 1h on this instance."; code != 4 || !strings.HasPrefix(out, want) {
+	if want := "b is off for 1h on this instance ALONE so far: "; code != 4 || !strings.HasPrefix(out, want) {
 		t.Errorf("got exit code %d, want 4\n%s\nwant %s…", code, out, want)
 	}
 	answer := p.caddys[0].admin(t, "POST", "switches", `{"pool":"b","mode":"off","ttl":"1h","reason":"INC-3"}`, http.StatusAccepted)

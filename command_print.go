@@ -129,7 +129,7 @@ func (p *poolStatus) alarms() (lines []string) {
 			sheds("workers", w.sheds())
 		}
 	}
-	if f := p.Fleet; f != nil && f.InFlight >= f.Allocation {
+	if f := p.Fleet; f != nil && f.Error == "" && f.InFlight >= f.Allocation { // without the store nothing is shed
 		sheds("fleet", fmt.Sprintf("all %d slots of the fleet are in use", f.Allocation))
 	}
 	return lines

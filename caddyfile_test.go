@@ -126,26 +126,56 @@ func FuzzCaddyfile(f *testing.F) {
 		if err != nil || len(tokens) == 0 {
 			t.Skip()
 		}
-		testUnmarshalCaddyfile[Handler](t, tokens)
-		testUnmarshalCaddyfile[App](t, tokens)
+		if h := testUnmarshalCaddyfile[Handler](t, tokens); h != nil {
+			testProvision(t, h, new(App))
+		}
+		if app := testUnmarshalCaddyfile[App](t, tokens); app != nil {
+			testProvision(t, &Handler{Concurrency: []*ConcurrencyLimit{{Capacity: 1}}}, app)
+		}
+	})
+}
+
+// testProvision tests that provisioning a config, without starting it, does not
+// panic. Much that the grammar accepts is refused here, such as placeholders that are
+// empty and pools without what they need.
+func testProvision(t *testing.T, h *Handler, app *App) {
+	t.Helper()
+	raw := func(v any) json.RawMessage {
+		text, err := json.Marshal(v)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return text
+	}
+	handler := caddyconfig.JSONModuleObject(h, "handler", "stripe_ratelimit", nil)
+	_ = caddy.Validate(&caddy.Config{
+		Admin:   &caddy.AdminConfig{Disabled: true},
+		Logging: &caddy.Logging{Logs: map[string]*caddy.CustomLog{"default": {BaseLog: caddy.BaseLog{WriterRaw: raw(map[string]string{"output": "discard"})}}}},
+		AppsRaw: caddy.ModuleMap{
+			"stripe_ratelimit": raw(app),
+			"http": raw(map[string]any{"servers": map[string]any{"a": map[string]any{
+				"listen": []string{"127.0.0.1:0"}, "automatic_https": map[string]bool{"disable": true},
+				"routes": []any{map[string]any{"handle": []json.RawMessage{handler}}},
+			}}}),
+		},
 	})
 }
 
 // testUnmarshalCaddyfile tests that the grammar of T does not panic, that its
 // errors have a line, and that what it accepts is valid, survives JSON and is
-// the same again.
+// the same again, and returns that.
 func testUnmarshalCaddyfile[T any, P interface {
 	*T
 	caddyfile.Unmarshaler
 	validateConfig() error
-}](t *testing.T, tokens []caddyfile.Token) {
+}](t *testing.T, tokens []caddyfile.Token) P {
 	t.Helper()
 	adapted := P(new(T))
 	if err := adapted.UnmarshalCaddyfile(caddyfile.NewDispenser(tokens)); err != nil {
 		if !strings.Contains(err.Error(), ", at Caddyfile:") {
 			t.Errorf("error without file and line: %v", err)
 		}
-		return
+		return nil
 	}
 	text, err := json.Marshal(adapted)
 	if err != nil {
@@ -161,4 +191,5 @@ func testUnmarshalCaddyfile[T any, P interface {
 	if err := loaded.validateConfig(); err != nil {
 		t.Errorf("adapted to %s, which is not valid: %v", text, err)
 	}
+	return loaded
 }

@@ -29,11 +29,13 @@ const patience = 60 * time.Second
 
 // config is a Caddyfile in the parts that tests differ in.
 type config struct {
-	global string // more global options
-	redis  string // host:port; none: the limits live in memory
-	store  string // options of redis (default: a timeout that nobody reaches)
-	blocks string // snippets and named routes
-	site   string // what is in the site's block
+	global  string   // more global options
+	servers string   // options of servers
+	redis   string   // host:port; none: the limits live in memory
+	store   string   // options of redis (default: a timeout that nobody reaches)
+	blocks  string   // snippets and named routes
+	site    string   // what is in the site's block
+	env     []string // of the process, when it starts
 }
 
 // keySecret makes identities, and with them all that is drawn from them, the
@@ -54,6 +56,7 @@ func (c config) caddyfile(port int) string {
 	persist_config off
 	servers {
 		protocols h1 h2c
+		%s
 	}
 	%s
 	stripe_ratelimit {
@@ -65,7 +68,7 @@ func (c config) caddyfile(port int) string {
 http://127.0.0.1:%d {
 	%s
 }
-`, c.global, keySecret, redis, c.blocks, port, c.site)
+`, c.servers, c.global, keySecret, redis, c.blocks, port, c.site)
 }
 
 // caddy is a running Caddy with one site.
@@ -77,7 +80,7 @@ type caddy struct {
 func start(t testing.TB, c config) *caddy {
 	t.Helper()
 	port := caddyproc.FreePort(t)
-	return &caddy{caddyproc.Start(t, c.caddyfile(port)), port}
+	return &caddy{caddyproc.Start(t, c.caddyfile(port), c.env...), port}
 }
 
 // load replaces the config and returns the Caddy with the new one. Its site is on

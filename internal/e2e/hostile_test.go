@@ -213,7 +213,7 @@ func TestHostile_Logs(t *testing.T) {
 		if strings.Contains(string(text), mark) || strings.Contains(string(text), base64.StdEncoding.EncodeToString([]byte(mark))[:8]) {
 			t.Errorf("%s: a key, or a part of it, is in it", format)
 		}
-		if odd := regexp.MustCompile("[^\\n\\t -~]").Find(text); odd != nil {
+		if odd := regexp.MustCompile(`[^\n\t -~]`).Find(text); odd != nil {
 			t.Errorf("%s: %q is in it", format, odd)
 		}
 		begin := regexp.MustCompile(`^\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{3}\t(DEBUG|INFO|WARN|ERROR)\t`)

@@ -182,7 +182,7 @@ func TestLifecycle_KilledInReload(t *testing.T) {
 		eventually(t, patience, "free", func() bool { return live(t, redis) == 0 })
 		again := hold(t, other, up, places, key)
 		again.letGo(t, places)
-		eventually(t, patience, "given back", func() bool { return len(slots(t, redis)) == 0 })
+		eventually(t, patience, "given back", func() bool { return live(t, redis) == 0 })
 	}
 	other.noStoreErrors(t)
 }

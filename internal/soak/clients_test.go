@@ -275,7 +275,7 @@ func (s *soak) listen(client *http.Client, c *caddy, rng *rand.Rand) {
 		return
 	}
 	s.judge(c, req, resp, nil, key, sent, received)
-	end, told := received+upTo(rng, 3*time.Second).Microseconds(), int64(0)
+	end, told := received+upTo(rng, 3*time.Second).Microseconds(), sent // or until later, as far as it tells
 	for lines := bufio.NewReader(resp.Body); now() < end; {
 		line, err := lines.ReadString('\n')
 		if err != nil {
@@ -319,7 +319,7 @@ func (s *soak) chat(_ *http.Client, c *caddy, rng *rand.Rand) {
 		return
 	}
 	s.judge(c, req, resp, nil, key, sent, received)
-	end, told := received+upTo(rng, 5*time.Second).Microseconds(), int64(0)
+	end, told := received+upTo(rng, 5*time.Second).Microseconds(), sent
 	for heard := make([]byte, 4); now() < end; time.Sleep(20 * time.Millisecond) {
 		said := now()
 		if _, err = conn.Write([]byte("ping")); err == nil {

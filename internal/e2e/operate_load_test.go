@@ -120,7 +120,7 @@ func TestOperate_SwitchesUnderLoad(t *testing.T) {
 		return nil
 	}
 
-	const seconds = 4
+	const seconds = 10
 	began := time.Now()
 	var mu sync.Mutex
 	seen := map[string]int{"requests": 1, "allowed": 1}

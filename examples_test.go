@@ -177,6 +177,7 @@ func TestExamples_Redis(t *testing.T) {
 	for _, c := range cases {
 		t.Run(c.file, func(t *testing.T) {
 			s := newServer(t)
+			s.port = redistest.FreePort(t)
 			text := readFile(t, "examples/"+c.file+".Caddyfile")
 			replace := func(part, in string) {
 				t.Helper()

@@ -335,7 +335,7 @@ func TestReloadUnderLoadLeavesNothingBehind(t *testing.T) {
 	}
 	const reloads = 50
 	for i := 1; i <= reloads; i++ {
-		s.load(global, site(i))
+		s.loadInPlace(global, site(i))
 		eventually(t, func() bool { return ok.Load() >= int64(i) || wrong.Load() > 0 })
 	}
 	close(stop)

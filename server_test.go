@@ -69,17 +69,20 @@ func (*gate) ServeHTTP(w http.ResponseWriter, r *http.Request, _ caddyhttp.Handl
 	return err
 }
 
-// server is a Caddy in this process; there is one at a time.
+// server is a Caddy in this process; there is one at a time. Each config listens
+// on a port of its own: Caddy does not wait until the server of the last one has
+// stopped, so on its port a request may still get an answer of the old config, or
+// a connection that is being closed.
 type server struct {
 	t    *testing.T
-	port int
+	port int    // of the config in force
 	data string // Caddy's storage: what one test switches is nothing to another
 	hold *http.Client
 }
 
 func newServer(t *testing.T) *server {
 	t.Helper()
-	s := &server{t: t, port: redistest.FreePort(t), data: t.TempDir(), hold: &http.Client{}}
+	s := &server{t: t, data: t.TempDir(), hold: &http.Client{}}
 	t.Cleanup(func() {
 		s.hold.CloseIdleConnections()
 		if err := caddy.Stop(); err != nil {
@@ -89,10 +92,16 @@ func newServer(t *testing.T) *server {
 	return s
 }
 
-// config adapts a global option block and what a site has in it.
+// config adapts a global option block and what a site has in it, which listens on
+// a port of its own.
 func (s *server) config(global, site string) []byte {
 	s.t.Helper()
-	text := fmt.Sprintf("{\n\tadmin off\n\tpersist_config off\n\tauto_https off\n\tskip_install_trust\n\tstorage file_system %s\n\torder test_gate last\n%s\n}\nhttp://127.0.0.1:%d {\n%s\n\ttest_gate\n}\n", s.data, global, s.port, site)
+	return s.configAt(redistest.FreePort(s.t), global, site)
+}
+
+func (s *server) configAt(port int, global, site string) []byte {
+	s.t.Helper()
+	text := fmt.Sprintf("{\n\tadmin off\n\tpersist_config off\n\tauto_https off\n\tskip_install_trust\n\tstorage file_system %s\n\torder test_gate last\n%s\n}\nhttp://127.0.0.1:%d {\n%s\n\ttest_gate\n}\n", s.data, global, port, site)
 	adapted, _, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte(text), map[string]any{"filename": "Caddyfile"})
 	if err != nil {
 		s.t.Fatalf("adapt: %v\n%s", err, text)
@@ -103,24 +112,26 @@ func (s *server) config(global, site string) []byte {
 // load puts a config in force.
 func (s *server) load(global, site string) {
 	s.t.Helper()
-	if err := caddy.Load(s.config(global, site), true); err != nil {
+	s.port = redistest.FreePort(s.t)
+	s.loadInPlace(global, site)
+}
+
+// loadInPlace is load on the port of the last config.
+func (s *server) loadInPlace(global, site string) {
+	s.t.Helper()
+	if err := caddy.Load(s.configAt(s.port, global, site), true); err != nil {
 		s.t.Fatalf("caddy.Load: %v", err)
 	}
 }
 
-// get sends a request for the key and returns the status. A connection that the
-// reload has closed under it is no answer: it asks again.
+// get sends a request for the key and returns the status.
 func (s *server) get(key string, header ...string) int {
 	s.t.Helper()
-	var err error
-	for range 20 {
-		var status int
-		if status, err = s.try(key, header...); err == nil {
-			return status
-		}
+	status, err := s.try(key, header...)
+	if err != nil {
+		s.t.Fatalf("get %s: %v", key, err)
 	}
-	s.t.Fatalf("get %s: %v", key, err)
-	return 0
+	return status
 }
 
 func (s *server) try(key string, header ...string) (int, error) {
@@ -154,17 +165,21 @@ func (s *server) want(key string, statuses ...int) {
 func (s *server) held(name, key string) (release func() int) {
 	s.t.Helper()
 	h := newHold(s.t, name)
-	status := make(chan int, 1)
+	type answer struct {
+		status int
+		err    error
+	}
+	ended := make(chan answer, 1)
 	go func() {
-		code, _ := s.try(key, "X-Hold", name)
-		status <- code
+		status, err := s.try(key, "X-Hold", name)
+		ended <- answer{status, err}
 	}()
 	select {
 	case <-h.entered:
-	case code := <-status:
-		s.t.Fatalf("request to be held ended with %d", code)
+	case a := <-ended:
+		s.t.Fatalf("request to be held ended with %d, %v", a.status, a.err)
 	}
-	return func() int { close(h.leave); return <-status }
+	return func() int { close(h.leave); return (<-ended).status }
 }
 
 func app(redis *redistest.Server) string {

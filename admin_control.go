@@ -131,7 +131,7 @@ func (o *operator) answer(done applied, err error, alone bool, what string) (cha
 	case alone || o.store.control.redis == nil:
 		return changeAnswer{Message: what + " on this instance."}, nil
 	}
-	return changeAnswer{Message: what + " on every instance within half a second."}, nil
+	return changeAnswer{Message: what + " on every instance within " + o.store.control.soon() + "."}, nil
 }
 
 // inForceWords names the switches and overrides that could have been meant.

@@ -49,6 +49,7 @@ type controller struct {
 
 	table     atomic.Pointer[inForce] // what requests go by; nil: nothing is in force
 	instances atomic.Int64            // that share the store, as last heard
+	beat      atomic.Int64            // ns between rounds with the store, likewise
 
 	mu      sync.Mutex // guards below
 	keeper  control.Keeper
@@ -82,6 +83,7 @@ func newController(redis *limiters.Redis, denials *limiters.Denials, place, secr
 		save:   make(chan struct{}, 1),
 		stop:   make(chan struct{}),
 	}
+	c.beat.Store(int64(firstBeat))
 	if redis == nil {
 		c.instances.Store(1)
 	}
@@ -112,6 +114,14 @@ func (c *controller) start(storage certmagic.Storage) {
 		c.stopped.Go(c.loop)
 		c.stopped.Go(c.saveLoop)
 	})
+}
+
+// soon says within which time a change is in force on every instance: two beats.
+func (c *controller) soon() string {
+	if within := 2 * time.Duration(c.beat.Load()); within > 2*firstBeat {
+		return fmt.Sprint((within + time.Second - 1).Truncate(time.Second))
+	}
+	return "half a second"
 }
 
 // takeOver takes over what another controller of this process knows.
@@ -145,10 +155,8 @@ func (c *controller) close() {
 // loop agrees with the store, at each beat and when there is something to write,
 // and ends what has expired.
 func (c *controller) loop() {
-	beat := firstBeat
 	for {
-		wait := c.round(&beat)
-		timer := time.NewTimer(wait)
+		timer := time.NewTimer(c.round())
 		select {
 		case <-c.stop:
 			timer.Stop()
@@ -162,11 +170,11 @@ func (c *controller) loop() {
 
 // round agrees with the store and ends what has expired. It returns how long the
 // next may take to come. A bug costs one round: what is in force stays.
-func (c *controller) round(beat *time.Duration) time.Duration {
+func (c *controller) round() time.Duration {
 	wait := firstBeat
 	_ = safely.Do("control", func() {
 		if c.redis != nil {
-			c.agree(beat)
+			c.agree()
 		}
 		c.mu.Lock()
 		defer c.mu.Unlock()
@@ -175,7 +183,7 @@ func (c *controller) round(beat *time.Duration) time.Duration {
 		c.rounds = make(chan struct{})
 		wait = time.Hour
 		if c.redis != nil {
-			wait = time.Duration(float64(*beat) * (0.8 + 0.4*mathrand.Float64()))
+			wait = time.Duration(float64(c.beat.Load()) * (0.8 + 0.4*mathrand.Float64()))
 		}
 		if ends := c.view.Ends(); !ends.IsZero() {
 			wait = min(wait, max(time.Millisecond, ends.Sub(c.now())))
@@ -185,14 +193,11 @@ func (c *controller) round(beat *time.Duration) time.Duration {
 }
 
 // agree asks the store what it has and writes what it lacks.
-func (c *controller) agree(beat *time.Duration) {
+func (c *controller) agree() {
 	for range maxConflicts {
 		next, changes, call := c.call()
 		reply, err := c.redis.Control(context.Background(), call)
 		if c.answered(next, changes, call, reply, err) {
-			if err == nil {
-				*beat = reply.Beat
-			}
 			return
 		}
 	}
@@ -222,6 +227,7 @@ func (c *controller) answered(next *control.State, changes int, call limiters.Co
 	}
 	c.skew = reply.Now.Sub(heard)
 	c.instances.Store(reply.Instances)
+	c.beat.Store(int64(reply.Beat))
 	c.complainLocked(reply)
 	if next != nil && reply.ID == next.ID() {
 		if changes == 0 {

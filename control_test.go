@@ -33,6 +33,19 @@ type instance struct {
 	close func()
 }
 
+// How soon a change is in force everywhere depends on the number of instances.
+func TestController_Soon(t *testing.T) {
+	c := newController(nil, limiters.NewDenials(), "place", "secret", nil)
+	for beat, want := range map[time.Duration]string{0: "half a second", 250: "half a second", 252: "1s", 500: "1s", 4000: "8s", 4004: "9s"} {
+		if beat > 0 {
+			c.beat.Store(int64(beat * time.Millisecond))
+		}
+		if got := c.soon(); got != want {
+			t.Errorf("a beat of %d ms: got %q, want %q", beat, got, want)
+		}
+	}
+}
+
 // newInstance starts an instance on a Redis, nil for memory, whose storage is a
 // folder.
 func newInstance(t *testing.T, addr, folder, secret string) *instance {

@@ -4,6 +4,7 @@ package limiters
 
 import (
 	"fmt"
+	"math"
 	"strings"
 	"testing"
 	"time"
@@ -81,6 +82,35 @@ func TestControl_Instances(t *testing.T) {
 		}
 		if want := epoch.Add(row.after); reply.Now.Sub(want).Abs() > time.Second {
 			t.Errorf("after %v: got the time %v, want %v", row.after, reply.Now, want)
+		}
+	}
+}
+
+// As the instances get more, each speaks less often.
+func TestControl_Beat(t *testing.T) {
+	srv := redistest.Start(t)
+	rdb := srv.Client()
+	r := handRedis(t, redisAt(srv.Addr))
+	key := "stripe_ratelimit:{control}:instances"
+	cases := []struct {
+		instances int64
+		beat      time.Duration
+	}{
+		{1, 250 * time.Millisecond}, {62, 250 * time.Millisecond}, {63, 252 * time.Millisecond}, {1000, 4 * time.Second},
+	}
+	for _, c := range cases {
+		rdb.Del(t.Context(), key)
+		for n := range c.instances - 1 {
+			rdb.ZAdd(t.Context(), key, redis.Z{Score: math.MaxInt32 * 1e6, Member: n})
+		}
+		beat(t, r, ControlCall{})
+		got := beat(t, r, ControlCall{})
+		if got.Beat != c.beat || got.Instances != c.instances {
+			t.Errorf("%d instances: got %d and a beat of %v, want %v", c.instances, got.Instances, got.Beat, c.beat)
+		}
+		ends := time.UnixMicro(int64(rdb.ZScore(t.Context(), key, r.Instance()).Val()))
+		if left := ends.Sub(got.Now); left != 8*c.beat {
+			t.Errorf("%d instances: one is dropped after %v, want eight beats of %v", c.instances, left, c.beat)
 		}
 	}
 }

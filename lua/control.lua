@@ -35,7 +35,7 @@ if ARGV[3] == '1' then
   redis.call('ZREM', KEYS[2], ARGV[2])
 end
 local instances = live(KEYS[2])
-local beat = math.max(250000, instances * 1000) -- us
+local beat = math.max(250000, instances * 4000) -- us
 local ends = now + 8 * beat
 if ARGV[3] == '0' and ARGV[2] ~= '' then
   if redis.call('ZADD', KEYS[2], ends, ARGV[2]) == 1 then

@@ -110,6 +110,11 @@ func wait(n int) string {
 	return fmt.Sprintf("%d changes wait", n)
 }
 
+// unknownAlarm is for how many seconds a utilization must not be known for it to be
+// an alarm: nobody has measured it in the first, and a probe's first answer takes one
+// more.
+const unknownAlarm = 3
+
 func (p *poolStatus) alarms() (lines []string) {
 	say := func(format string, args ...any) { lines = append(lines, fmt.Sprintf(format, args...)) }
 	sheds := func(kind, what string) {
@@ -122,14 +127,15 @@ func (p *poolStatus) alarms() (lines []string) {
 		}
 	}
 	if w := p.Workers; w != nil {
-		if w.Utilization == nil {
+		if w.Unknown >= unknownAlarm {
 			say("pool %s: the utilization of the workers is not known, so their level stays", p.Pool)
 		}
 		if w.Level > 0 {
 			sheds("workers", w.sheds())
 		}
 	}
-	if f := p.Fleet; f != nil && f.Error == "" && f.InFlight >= f.Allocation { // without the store nothing is shed
+	// Without the store, and before its first answer, nothing is shed.
+	if f := p.Fleet; f != nil && f.Error == "" && f.Capacity > 0 && f.InFlight >= f.Allocation {
 		sheds("fleet", fmt.Sprintf("all %d slots of the fleet are in use", f.Allocation))
 	}
 	return lines

@@ -66,7 +66,8 @@ type limitStatus struct {
 }
 
 type workersReport struct {
-	Utilization *float64           `json:"utilization"` // 1 is full; null: not known
+	Utilization *float64           `json:"utilization"`       // 1 is full; null: not known
+	Unknown     int                `json:"unknown,omitempty"` // seconds since it was known
 	Level       float64            `json:"level"`
 	Probability map[string]float64 `json:"probability"` // of being shed, by criticality
 }
@@ -200,7 +201,7 @@ func modeOf(strength float64) string {
 }
 
 func newWorkersStatus(w shedding.WorkersStatus) *workersReport {
-	s := &workersReport{Level: float64(w.Level), Probability: map[string]float64{}}
+	s := &workersReport{Unknown: w.Unknown, Level: float64(w.Level), Probability: map[string]float64{}}
 	if !math.IsNaN(w.Utilization) && !math.IsInf(w.Utilization, 0) {
 		s.Utilization = &w.Utilization
 	}

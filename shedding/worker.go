@@ -45,12 +45,14 @@ type Workers struct {
 	inFlight    gauge
 	state       RampState
 	utilization float64
+	unknown     int
 }
 
 // WorkersStatus is what a worker shedder knows at one moment.
 type WorkersStatus struct {
 	InFlight    int64
 	Utilization float64 // of the last second; NaN if not known
+	Unknown     int     // samples in a row that did not know it
 	Level       Level
 }
 
@@ -120,6 +122,7 @@ func (w *Workers) Status() WorkersStatus {
 	return WorkersStatus{
 		InFlight:    w.inFlight.count,
 		Utilization: w.utilization,
+		Unknown:     w.unknown,
 		Level:       w.state.Level,
 	}
 }
@@ -146,6 +149,9 @@ func (w *Workers) sample(now time.Time) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.utilization = utilization
+	if w.unknown++; !math.IsNaN(utilization) && !math.IsInf(utilization, 0) {
+		w.unknown = 0
+	}
 	w.state = settings.Ramp.Step(w.state, now, utilization)
 	w.level.Store(math.Float64bits(float64(w.state.Level)))
 }

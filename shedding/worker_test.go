@@ -70,8 +70,8 @@ func TestWorkers_OverloadAndRecovery(t *testing.T) {
 func TestWorkers_UtilizationIsTheMeanOverTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := countTo10(t)
-		if got := w.Status().Utilization; !math.IsNaN(got) {
-			t.Errorf("before the first sample: %v, want not known", got)
+		if got := w.Status(); !math.IsNaN(got.Utilization) || got.Unknown != 0 {
+			t.Errorf("before the first sample: %+v, want not known, by no sample", got)
 		}
 		rows := []struct {
 			wait time.Duration // first
@@ -142,13 +142,16 @@ func TestWorkers_OtherSource(t *testing.T) {
 		if want := slices.Repeat([]string{"panic in utilization: out of order"}, 10); !slices.Equal(caught, want) {
 			t.Errorf("reported: %q, want 10 panics", caught)
 		}
-		if got := w.Status().Utilization; !math.IsNaN(got) {
-			t.Errorf("utilization %v, want not known", got)
+		if got := w.Status(); !math.IsNaN(got.Utilization) || got.Unknown != 10 {
+			t.Errorf("got %+v, want an utilization that is not known by 10 samples", got)
 		}
 		source(func() float64 { return 1 })
 		after(time.Second)
 		if got, want := w.Level(), before+1/120.; math.Abs(float64(got-want)) > almost {
 			t.Errorf("after the source recovered: level %v, want %v", got, want)
+		}
+		if got := w.Status().Unknown; got != 0 {
+			t.Errorf("after the source recovered: not known by %d samples", got)
 		}
 	})
 }

@@ -55,6 +55,8 @@ const (
 	replyDenied       = 0
 	replyAllowed      = 1
 	replyNotEvaluated = 2
+	replyLate         = 3
+	replyWrongType    = 4
 )
 
 // result turns a script's answer about a limit into a Result.

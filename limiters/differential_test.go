@@ -159,31 +159,47 @@ func (d *differential) run() {
 }
 
 func (d *differential) admit() string {
-	a := Ask{Identity: d.identities[d.rng.IntN(len(d.identities))]}
+	var checks []Check
 	used := map[stateID]bool{}
 	for range 1 + d.rng.IntN(4) {
 		l := d.limits[d.rng.IntN(len(d.limits))]
 		if !used[l.state] {
 			used[l.state] = true
-			a.Checks = append(a.Checks, Check{l, d.rng.IntN(3) == 0})
+			checks = append(checks, Check{l, d.rng.IntN(3) == 0})
 		}
 	}
-	slices.SortStableFunc(a.Checks, func(x, y Check) int { return int(x.Limit.Kind) - int(y.Limit.Kind) })
+	slices.SortStableFunc(checks, func(x, y Check) int { return int(x.Limit.Kind) - int(y.Limit.Kind) })
+	var who []Identity // all in one command
+	for _, i := range d.rng.Perm(len(d.identities))[:1+d.rng.IntN(len(d.identities))] {
+		who = append(who, d.identities[i])
+	}
 
-	ctx, cancel := context.WithTimeout(d.t.Context(), patience)
-	defer cancel()
 	local := time.Now()
-	call := d.redis.admitCall(local, a)
-	d.redis.run(ctx, &call.scriptCall)
-	released := call.ended
-	d.redis.acknowledge(&call)
+	calls := d.redis.calls(local, checks, who...)
+	released := make([][]*lease, len(calls))
+	for i, c := range calls {
+		released[i] = c.ended
+	}
+	d.redis.ask(local.Add(patience), calls)
+	var log []string
+	for i, c := range calls {
+		log = append(log, d.admitted(local, c, released[i]))
+	}
+	return strings.Join(log, "; ")
+}
+
+// admitted compares what a call was answered with what the model says.
+func (d *differential) admitted(local time.Time, call *admitCall, released []*lease) string {
+	a := call.ask
+	d.redis.acknowledge(call)
 	got := Admission{Allowed: true, Results: make([]Result, 0, len(a.Checks))}
-	if err := d.redis.conclude(local, &call, &got); err != nil {
+	if err := d.redis.conclude(local, call, &got); err != nil {
 		d.t.Fatal(err)
 	}
-	now := d.now(call.reply[0])
-	if d.exact && call.reply[0] != now {
-		d.t.Fatalf("the script's time: got %d, want %d", call.reply[0], now)
+	replied := call.command.Val()[0]
+	now := d.now(replied)
+	if d.exact && replied != now {
+		d.t.Fatalf("the script's time: got %d, want %d", replied, now)
 	}
 
 	for _, l := range released {

@@ -30,6 +30,15 @@ var (
 	errPanic = errors.New("panic")
 )
 
+// answeredError is what a script answers about one of the identities that it was
+// called about, as it would be answered if there were no others.
+type answeredError string
+
+func (e answeredError) Error() string { return string(e) }
+
+// RedisError makes it a redis.Error.
+func (answeredError) RedisError() {}
+
 // mayHaveRun reports whether a call that failed may have taken something, now
 // or until its deadline. A server that answers with an error has not: the
 // scripts check everything before they write.

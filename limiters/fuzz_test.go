@@ -20,6 +20,7 @@ func FuzzAdmitReply(f *testing.F) {
 	}
 	f.Add(reply(1, 1, 5_000_000, 1, 0))
 	f.Add(reply(1, 0, 0, 0, 20))
+	f.Add(append(reply(1, 1, 5_000_000, 1, 0, 0, 0, 0, 20), 0))
 	f.Add(reply(1, 2, 0, 2, 0))
 	f.Add(reply(-1<<63, 0, -1<<63, 0, 1<<63-1))
 	f.Add(reply(1))
@@ -29,25 +30,31 @@ func FuzzAdmitReply(f *testing.F) {
 		r := newRedis(redisAt("127.0.0.1:1"))
 		defer r.single.client.Close()
 		now := time.Now()
-		c := r.admitCall(now, Ask{id("a"), []Check{{Limit: limits[0]}, {Limit: limits[1]}}})
-		c.sent = now
-		for ; len(b) >= 8; b = b[8:] {
-			c.reply = append(c.reply, int64(binary.LittleEndian.Uint64(b)))
+		calls := r.calls(now, []Check{{Limit: limits[0]}, {Limit: limits[1]}}, id("a"), id("b"))
+		command := new(admitCommand)
+		for _, c := range calls[:1+len(b)%2] { // at first or second place
+			command.add(c)
 		}
+		c := calls[len(b)%2]
+		var reply []int64
+		for ; len(b) >= 8; b = b[8:] {
+			reply = append(reply, int64(binary.LittleEndian.Uint64(b)))
+		}
+		c.read(now, reply, nil)
 		adm := newAdmission(2)
-		r.acknowledge(&c)
-		err := r.conclude(now, &c, &adm)
+		r.acknowledge(c)
+		err := r.conclude(now, c, &adm)
 		switch {
 		case len(adm.Results) != 2:
-			t.Errorf("reply %v: %d results, want 2", c.reply, len(adm.Results))
+			t.Errorf("reply %v: %d results, want 2", reply, len(adm.Results))
 		case err != nil && !adm.Allowed:
-			t.Errorf("reply %v: %v, and denied", c.reply, err)
+			t.Errorf("reply %v: %v, and denied", reply, err)
 		case !adm.Allowed && adm.Results[0].Outcome != Denied && adm.Results[1].Outcome != Denied:
-			t.Errorf("reply %v: denied by no limit: %+v", c.reply, adm.Results)
+			t.Errorf("reply %v: denied by no limit: %+v", reply, adm.Results)
 		}
 		for _, result := range adm.Results {
 			if most := 5 * time.Minute; result.RetryAfter < 0 || result.RetryAfter > most || result.Remaining < 0 {
-				t.Errorf("reply %v: %+v, want to wait for %v at most", c.reply, result, most)
+				t.Errorf("reply %v: %+v, want to wait for %v at most", reply, result, most)
 			}
 		}
 		r.Release(adm)

@@ -185,3 +185,41 @@ func within(t testing.TB, limit time.Duration, what string, do func()) {
 	}
 	t.Errorf("%s took %v, want at most %v", what, least, limit)
 }
+
+// member is a lease as it stands in Redis.
+func (r *Redis) member(l *lease) string {
+	r.render(l)
+	return l.name
+}
+
+// calls are ready to be sent, one for each identity, about the same limits.
+func (r *Redis) calls(now time.Time, checks []Check, identities ...Identity) []*admitCall {
+	calls := make([]*admitCall, len(identities))
+	for i, who := range identities {
+		calls[i] = new(admitCall)
+		r.prepare(calls[i], now, Ask{who, checks})
+	}
+	return calls
+}
+
+// compose makes one command of calls, all of which are to be decided by a deadline.
+func compose(t testing.TB, deadline int64, calls ...*admitCall) (args []any) {
+	a := new(admitCommand)
+	for _, c := range calls {
+		c.deadline = deadline
+		a.add(c)
+	}
+	for _, arg := range a.compose(t.Context(), nil) {
+		switch arg := arg.(type) {
+		case *string:
+			args = append(args, *arg)
+		case *int:
+			args = append(args, *arg)
+		case *int64:
+			args = append(args, *arg)
+		default:
+			args = append(args, arg)
+		}
+	}
+	return args
+}

@@ -58,16 +58,19 @@ func (k stateKey) compare(o stateKey) int {
 	return cmp.Or(bytes.Compare(k.identity[:], o.identity[:]), cmp.Compare(k.state, o.state))
 }
 
-// redis returns the key in Redis. Every key of an identity has the identity as
-// its hash tag, so that one script may use them all in a Cluster.
+// redis returns the key in Redis.
 func (k stateKey) redis(prefix string) string {
-	name := k.state.name()
 	var room [128]byte // for what is usual
-	b := append(room[:0], prefix...)
-	b = append(b, name.pool...)
-	b = append(b, ':', '{')
-	b = hex.AppendEncode(b, k.identity[:])
-	b = append(b, '}')
-	b = append(b, name.suffix...)
-	return string(b)
+	var digits [2 * len(k.identity)]byte
+	hex.Encode(digits[:], k.identity[:])
+	return string(k.state.name().append(room[:0], prefix, digits[:]))
+}
+
+// append appends the key of an identity, which is given in hexadecimal digits. Every
+// key of an identity has it as its hash tag, so that one script may use them all in
+// a Cluster.
+func (n stateName) append(b []byte, prefix string, identity []byte) []byte {
+	b = append(append(b, prefix...), n.pool...)
+	b = append(append(b, ":{"...), identity...)
+	return append(append(b, '}'), n.suffix...)
 }

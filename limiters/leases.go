@@ -18,7 +18,9 @@ type lease struct {
 	id     uint64
 	length time.Duration
 	index  int // in set.leases, or in ended.leases
-	name   any // its member, a string, rendered once for all commands; nil: not yet
+
+	// As they stand in Redis; empty: not rendered yet.
+	redisKey, name string
 
 	// Of a Memory alone. Guarded by memoryShard.mu.
 	set *slots // that has it, or had

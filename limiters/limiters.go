@@ -86,6 +86,7 @@ type Limit struct {
 
 	tick        time.Duration // resolution of the bucket's clock
 	periodTicks int64         // Period in ticks; a token is this many units
+	keys        stateName
 	state       stateID
 	args        []any // of admit.lua, up to the flag dark
 }
@@ -128,7 +129,8 @@ func NewRate(pool, name string, requests int64, period time.Duration, capacity, 
 	if capacity > maxExact/l.periodTicks {
 		return nil, fmt.Errorf("rate: burst %d is too large for a period of %s; at most %d", capacity, period, maxExact/l.periodTicks)
 	}
-	l.state = stateName{pool, ":r:" + name + ":" + period.String()}.id()
+	l.keys = stateName{pool, ":r:" + name + ":" + period.String()}
+	l.state = l.keys.id()
 	l.args = []any{requests, l.capacityUnits(), l.costUnits(), l.tick.Microseconds()}
 	return l, nil
 }
@@ -147,12 +149,14 @@ func NewConcurrency(pool, name string, capacity int64, lease time.Duration) (*Li
 	case lease%time.Millisecond != 0:
 		return nil, fmt.Errorf("concurrency: lease %s is not a whole number of milliseconds", lease)
 	}
-	return &Limit{
+	l := &Limit{
 		Pool: pool, Kind: Concurrency, Name: name,
 		Capacity: capacity, Cost: 1, Lease: lease,
-		state: stateName{pool, ":c:" + name}.id(),
-		args:  []any{capacity, lease.Microseconds()},
-	}, nil
+		keys: stateName{pool, ":c:" + name},
+		args: []any{capacity, lease.Microseconds()},
+	}
+	l.state = l.keys.id()
+	return l, nil
 }
 
 // Equal reports whether two limits have the same name and numbers.

@@ -23,8 +23,7 @@ func (l *Limit) Share(n int64) *Limit {
 	// any number of instances that there may be.
 	n = min(n, math.MaxInt64/2/(s.Capacity*l.periodTicks))
 	s.periodTicks *= n
-	name := l.state.name()
-	name.suffix += ":" + strconv.FormatInt(n, 10) // its level counts other units
-	s.state = name.id()
+	s.keys.suffix += ":" + strconv.FormatInt(n, 10) // its level counts other units
+	s.state = s.keys.id()
 	return &s
 }

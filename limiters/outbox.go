@@ -22,33 +22,46 @@ const (
 	minLag = time.Millisecond
 	maxLag = 20 * time.Millisecond
 
-	// maxPipeline bounds the commands that callers send together: each waits for
-	// the answers to all.
+	// maxPipeline bounds what callers send together: each waits for the answers to
+	// all.
 	maxPipeline = 128
+
+	// maxKinds bounds the commands that a call is compared with to be sent in one
+	// of them.
+	maxKinds = 8
 )
 
 // outbox sends what many callers have for a node in few pipelines, since for
 // both sides a round trip is dearer than what is in it. It batches by
 // back-pressure, never by a timer: what comes while a pipeline is under way leaves
 // with the next one, so a quiet instance sends at once and a busy one in batches.
+// Calls of admit.lua that are alike leave in one command, unless it is to a
+// Cluster, where their keys are in several slots.
 //
-// A caller waits no longer than its own context. What it leaves behind unsent is
+// A caller waits no longer than its deadline. What it leaves behind unsent is
 // never sent.
 type outbox struct {
+	clock *serverClock // of the node
+
 	mu      sync.Mutex // guards below
 	waiting []*parcel
-	away    int       // pipelines under way
-	left    time.Time // when the last of them left
+	away    []*pipeline // under way
+	left    time.Time   // when the last of them left
 	lag     time.Duration
+	spare   *pipeline
+
+	timer *time.Timer // lets callers go, for all of them; nil: none has waited yet
+	rings time.Time   // when it is to do so; zero: it is not
 }
 
 // parcel is what one caller sends.
 type parcel struct {
-	ctx      context.Context
+	deadline time.Time
+	calls    []*admitCall
 	commands []*command
-	cmds     []redis.Cmder // of commands; their carrier's
-	landed   chan struct{} // closed when the answers are there; nil: nobody waits for that
-	room     [1]redis.Cmder
+
+	waits  bool          // the caller does, and does not carry it itself
+	landed chan struct{} // has one element when it need not wait any longer
 
 	// Guarded by outbox.mu.
 	sent     time.Time // when it left; zero while it waits
@@ -56,114 +69,249 @@ type parcel struct {
 	gone     bool // its caller has left
 }
 
-// send sends commands, each of which has its own error then, and returns when
-// they left, zero if they never did, and when the answers had come.
-func (o *outbox) send(ctx context.Context, client *redis.Client, commands []*command) (sent, received time.Time) {
-	p := &parcel{ctx: ctx, commands: commands}
-	p.cmds = p.room[:0]
-	for _, c := range commands {
-		p.cmds = append(p.cmds, c.Cmder)
-	}
+var parcels = sync.Pool{New: func() any { return &parcel{landed: make(chan struct{}, 1)} }}
+
+// pipeline is what leaves together.
+type pipeline struct {
+	parcels  []*parcel
+	deadline time.Time // of the most patient
+	sent     time.Time
+
+	admits []*admitCommand
+	cmds   []redis.Cmder // to be sent
+	room   [][]any       // for the arguments of each of admits
+}
+
+// send sends calls or commands, each of which has its own error then, and returns
+// when they left, zero if they never did, and when the answers had come.
+func (o *outbox) send(client *redis.Client, deadline time.Time, calls []*admitCall, commands []*command) (sent, received time.Time) {
+	p := parcels.Get().(*parcel)
+	*p = parcel{deadline: deadline, calls: calls, commands: commands, landed: p.landed}
 	now := time.Now()
 	o.mu.Lock()
 	ready := o.readyLocked(now)
-	if ready && len(o.waiting) == 0 { // the way of most: nobody to wait for, or to carry
-		o.away, o.left, p.sent = o.away+1, now, now
+	if p.waits = !ready || len(o.waiting) > 0; p.waits {
+		o.waiting = append(o.waiting, p)
+		o.ringLocked(now, deadline)
+		if ready {
+			o.departLocked(client, now)
+		}
 		o.mu.Unlock()
-		o.carry(ctx, client, []*parcel{p}, p.cmds)
-		return p.sent, p.received
+		<-p.landed
+	} else { // the way of most: nobody to wait for, or to carry
+		l := o.pipelineLocked()
+		l.parcels, l.deadline = append(l.parcels, p), deadline
+		o.leaveLocked(l, now)
+		o.mu.Unlock()
+		o.carry(client, l)
 	}
-	p.landed = make(chan struct{})
-	o.waiting = append(o.waiting, p)
-	if ready {
-		o.departLocked(client, now)
+	sent, received = p.sent, p.received
+	if !p.gone { // else what carries it has it still
+		parcels.Put(p)
 	}
-	o.mu.Unlock()
-
-	select {
-	case <-p.landed:
-	case <-ctx.Done():
-		o.leave(p)
-	}
-	return p.sent, p.received
+	return sent, received
 }
 
-// leave lets the caller of a parcel go unless it has landed. What carries it may
-// yet write to its commands, so the caller gets others with its own error.
-func (o *outbox) leave(p *parcel) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if !p.received.IsZero() {
+// ringLocked sees to it that the timer rings at a deadline at the latest.
+func (o *outbox) ringLocked(now, deadline time.Time) {
+	if !o.rings.IsZero() && !deadline.Before(o.rings) {
 		return
 	}
-	p.gone, p.received = true, time.Now()
-	for _, c := range p.commands {
-		*c = *newCommand(p.ctx, argFirstKey, c.Args())
-		c.SetErr(p.ctx.Err())
+	o.rings = deadline
+	if o.timer == nil {
+		o.timer = time.AfterFunc(deadline.Sub(now), o.expire)
+		return
 	}
+	o.timer.Reset(deadline.Sub(now))
+}
+
+// expire lets the callers go whose deadline has come.
+func (o *outbox) expire() {
+	now := time.Now()
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.rings = time.Time{}
+	next := time.Time{}
+	each := func(p *parcel) {
+		switch {
+		case p.gone || !p.waits:
+		case !p.deadline.After(now):
+			p.leaveBehind(now)
+		case next.IsZero() || p.deadline.Before(next):
+			next = p.deadline
+		}
+	}
+	for _, p := range o.waiting {
+		each(p)
+	}
+	for _, l := range o.away {
+		for _, p := range l.parcels {
+			each(p)
+		}
+	}
+	if !next.IsZero() {
+		o.ringLocked(now, next)
+	}
+}
+
+// leaveBehind lets the caller of a parcel go. What carries it may yet write to its
+// commands, so the caller gets others with an error of their own.
+func (p *parcel) leaveBehind(now time.Time) {
+	p.gone, p.received = true, now
+	for _, c := range p.calls {
+		c.sent, c.err = p.sent, context.DeadlineExceeded
+	}
+	for _, c := range p.commands {
+		*c = *newCommand(context.Background(), argFirstKey, c.Args())
+		c.SetErr(context.DeadlineExceeded)
+	}
+	p.landed <- struct{}{}
 }
 
 // readyLocked reports whether a pipeline may leave now.
 func (o *outbox) readyLocked(now time.Time) bool {
-	return o.away == 0 || now.Sub(o.left) >= o.lag
+	return len(o.away) == 0 || now.Sub(o.left) >= o.lag
+}
+
+func (o *outbox) pipelineLocked() *pipeline {
+	if l := o.spare; l != nil {
+		o.spare = nil
+		return l
+	}
+	return new(pipeline)
+}
+
+func (o *outbox) leaveLocked(l *pipeline, now time.Time) {
+	l.sent = now
+	for _, p := range l.parcels {
+		p.sent = now
+		for _, c := range p.commands { // now, because a caller that leaves gets others
+			l.cmds = append(l.cmds, c.Cmder)
+		}
+	}
+	o.away, o.left = append(o.away, l), now
 }
 
 // departLocked sends what waits on its way, as far as anybody still waits for it.
 func (o *outbox) departLocked(client *redis.Client, now time.Time) {
-	var batch []*parcel
-	var cmds []redis.Cmder
-	var deadline time.Time // of the most patient
-	n := 0
+	l := o.pipelineLocked()
+	n, size := 0, 0
 	for _, p := range o.waiting {
-		if len(cmds) > 0 && len(cmds)+len(p.cmds) > maxPipeline {
+		if size += len(p.calls) + len(p.commands); n > 0 && size > maxPipeline {
 			break
 		}
 		n++
-		if p.gone || p.ctx.Err() != nil {
-			continue
+		if !p.gone && !p.deadline.After(now) { // the timer has not come to it yet
+			p.leaveBehind(now)
 		}
-		p.sent = now
-		batch, cmds = append(batch, p), append(cmds, p.cmds...)
-		if d, _ := p.ctx.Deadline(); d.After(deadline) {
-			deadline = d
-		}
-	}
-	o.waiting = slices.Delete(o.waiting, 0, n)
-	if len(batch) == 0 {
-		return
-	}
-	o.away, o.left = o.away+1, now
-	go func() {
-		ctx, cancel := context.WithDeadline(context.Background(), deadline)
-		defer cancel()
-		o.carry(ctx, client, batch, cmds)
-	}()
-}
-
-// carry brings a batch to the node, and then sends the next one on its way.
-func (o *outbox) carry(ctx context.Context, client *redis.Client, batch []*parcel, cmds []redis.Cmder) {
-	if bug := safely.Do("script", func() { transmit(ctx, client, cmds) }); bug != nil {
-		for _, c := range cmds {
-			c.SetErr(fmt.Errorf("%w: %w", errPanic, bug))
-		}
-	}
-	now := time.Now()
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.away--
-	o.lag = min(minLag+2*now.Sub(batch[0].sent), maxLag)
-	for _, p := range batch {
 		if p.gone {
 			continue
 		}
-		p.received = now
-		if p.landed != nil {
-			close(p.landed)
+		if l.parcels = append(l.parcels, p); p.deadline.After(l.deadline) {
+			l.deadline = p.deadline
 		}
 	}
+	o.waiting = slices.Delete(o.waiting, 0, n)
+	if len(l.parcels) == 0 {
+		o.spare = l
+		return
+	}
+	o.leaveLocked(l, now)
+	go o.carry(client, l)
+}
+
+// carry brings a pipeline to the node and back, and then sends the next one on its
+// way.
+func (o *outbox) carry(client *redis.Client, l *pipeline) {
+	bug := safely.Do("script", func() {
+		ctx, cancel := context.WithDeadline(context.Background(), l.deadline)
+		defer cancel()
+		l.compose(ctx, o.clock)
+		transmit(ctx, client, l.cmds)
+	})
+	now := time.Now()
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.lag = min(minLag+2*now.Sub(l.sent), maxLag)
+	o.away = slices.DeleteFunc(o.away, func(a *pipeline) bool { return a == l })
+	for _, p := range l.parcels {
+		if !p.gone {
+			p.land(now, bug)
+		}
+	}
+	if bug == nil {
+		for _, a := range l.admits {
+			if reply := a.Val(); a.Err() == nil && len(reply) > 0 {
+				o.clock.learn(l.sent, now, reply[0])
+			}
+		}
+	}
+	l.clear()
+	o.spare = l
 	if len(o.waiting) > 0 && o.readyLocked(now) {
 		o.departLocked(client, now)
 	}
+}
+
+// land gives the caller of a parcel its answers, or the bug that was met on the way.
+func (p *parcel) land(now time.Time, bug error) {
+	p.received = now
+	for _, c := range p.calls {
+		if bug == nil {
+			c.read(p.sent, c.command.Val(), c.command.Err())
+		} else {
+			c.sent, c.err = p.sent, fmt.Errorf("%w: %w", errPanic, bug)
+		}
+	}
+	if bug != nil {
+		for _, c := range p.commands {
+			c.SetErr(fmt.Errorf("%w: %w", errPanic, bug))
+		}
+	}
+	if p.waits {
+		p.landed <- struct{}{}
+	}
+}
+
+// compose makes the commands for the calls of a pipeline.
+func (l *pipeline) compose(ctx context.Context, clock *serverClock) {
+	for _, p := range l.parcels {
+		for _, c := range p.calls {
+			c.deadline = clock.at(p.deadline)
+			l.admit(c)
+		}
+	}
+	for i, a := range l.admits {
+		if i == len(l.room) {
+			l.room = append(l.room, nil)
+		}
+		l.room[i] = a.compose(ctx, l.room[i])
+		l.cmds = append(l.cmds, &a.scriptCmd)
+	}
+}
+
+// admit puts a call into a command with others, if there is one.
+func (l *pipeline) admit(c *admitCall) {
+	for _, a := range l.admits[max(0, len(l.admits)-maxKinds):] {
+		if a.calls[0].alike(c) {
+			a.add(c)
+			return
+		}
+	}
+	a := new(admitCommand)
+	a.add(c)
+	l.admits = append(l.admits, a)
+}
+
+// clear makes a pipeline that has come back ready for others, without what was on it.
+func (l *pipeline) clear() {
+	for _, args := range l.room {
+		clear(args)
+	}
+	clear(l.parcels)
+	clear(l.admits)
+	clear(l.cmds)
+	*l = pipeline{parcels: l.parcels[:0], admits: l.admits[:0], cmds: l.cmds[:0], room: l.room}
 }
 
 // transmit sends commands in one round trip.

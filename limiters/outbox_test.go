@@ -5,6 +5,8 @@ package limiters
 import (
 	"context"
 	"errors"
+	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -15,15 +17,13 @@ import (
 )
 
 // incr returns a command that can be counted.
-func incr(ctx context.Context, key string) []*command {
-	return []*command{{Cmder: &scriptCmd{IntSliceCmd: redis.NewIntSliceCmd(ctx, "eval", "return {redis.call('INCR', KEYS[1])}", 1, key)}}}
+func incr(t *testing.T, key string) []*command {
+	return []*command{{Cmder: &scriptCmd{IntSliceCmd: redis.NewIntSliceCmd(t.Context(), "eval", "return {redis.call('INCR', KEYS[1])}", 1, key)}}}
 }
 
-func within30s(t *testing.T) context.Context {
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	t.Cleanup(cancel)
-	return ctx
-}
+func newOutbox() *outbox { return &outbox{clock: &serverClock{base: time.Now()}} }
+
+func in30s() time.Time { return time.Now().Add(patience) }
 
 // waitingIs waits until so many parcels wait.
 func waitingIs(t *testing.T, o *outbox, n int) {
@@ -32,6 +32,16 @@ func waitingIs(t *testing.T, o *outbox, n int) {
 		o.mu.Lock()
 		defer o.mu.Unlock()
 		return len(o.waiting) == n
+	})
+}
+
+// awayIs waits until so many pipelines are under way.
+func awayIs(t *testing.T, o *outbox, n int) {
+	t.Helper()
+	eventually(t, "a pipeline under way", func() bool {
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		return len(o.away) == n
 	})
 }
 
@@ -44,19 +54,20 @@ func TestOutbox(t *testing.T) {
 	if err := client.Set(t.Context(), "broken", "text", 0).Err(); err != nil {
 		t.Fatal(err)
 	}
-	o := &outbox{lag: time.Hour} // nobody overtakes
+	o := newOutbox()
+	o.lag = time.Hour // nobody overtakes
 	srv.Stop()
 
 	var wg sync.WaitGroup
-	first := incr(within30s(t), "first")
-	wg.Go(func() { o.send(within30s(t), client, first) })
-	eventually(t, "a pipeline under way", func() bool { o.mu.Lock(); defer o.mu.Unlock(); return o.away == 1 })
+	first := incr(t, "first")
+	wg.Go(func() { o.send(client, in30s(), nil, first) })
+	awayIs(t, o, 1)
 
-	ctx, cancel := context.WithCancel(within30s(t))
-	gone := incr(ctx, "gone")
+	gone := incr(t, "gone")
+	goneBy := time.Now().Add(time.Second)
 	left := make(chan time.Time, 1)
 	go func() {
-		sent, _ := o.send(ctx, client, gone)
+		sent, _ := o.send(client, goneBy, nil, gone)
 		left <- sent
 	}()
 	waitingIs(t, o, 1)
@@ -67,13 +78,12 @@ func TestOutbox(t *testing.T) {
 		if i%10 == 3 {
 			key = "broken"
 		}
-		results[i] = incr(ctx, key)
-		wg.Go(func() { o.send(within30s(t), client, results[i]) })
+		results[i] = incr(t, key)
+		wg.Go(func() { o.send(client, in30s(), nil, results[i]) })
 	}
 	waitingIs(t, o, 1+many)
-	cancel()
-	if sent := <-left; !sent.IsZero() || !errors.Is(gone[0].Err(), context.Canceled) {
-		t.Errorf("the caller that left: sent at %v, %v", sent, gone[0].Err())
+	if sent := <-left; !sent.IsZero() || !errors.Is(gone[0].Err(), context.DeadlineExceeded) || time.Now().Before(goneBy) {
+		t.Errorf("the caller that left: sent at %v, %v, %v too early", sent, gone[0].Err(), time.Until(goneBy))
 	}
 
 	srv.Cont()
@@ -94,32 +104,108 @@ func TestOutbox(t *testing.T) {
 	}
 }
 
+// Callers leave at their own deadlines, in whatever order these come, before they
+// were sent and after; others get their answers.
+func TestOutbox_Deadlines(t *testing.T) {
+	srv := redistest.Start(t)
+	client := redis.NewClient(&redis.Options{Addr: srv.Addr, ReadTimeout: patience, Protocol: 2})
+	t.Cleanup(func() { _ = client.Close() })
+	o := newOutbox()
+	o.lag = time.Hour
+	srv.Stop()
+	var wg sync.WaitGroup
+	first := incr(t, "n")
+	wg.Go(func() { o.send(client, in30s(), nil, first) })
+	awayIs(t, o, 1)
+
+	commands := make([][]*command, 20)
+	for i := range commands {
+		commands[i] = incr(t, "n")
+		deadline := in30s()
+		if i%2 == 0 { // the later, the earlier
+			deadline = time.Now().Add(time.Duration(300-10*i) * time.Millisecond)
+		}
+		wg.Go(func() {
+			_, received := o.send(client, deadline, nil, commands[i])
+			if i%2 == 0 && received.Before(deadline) {
+				t.Errorf("caller %d left %v before its time", i, deadline.Sub(received))
+			}
+		})
+	}
+	eventually(t, "half to be gone", func() bool {
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		gone := 0
+		for _, p := range o.waiting {
+			if p.gone {
+				gone++
+			}
+		}
+		return gone == len(commands)/2
+	})
+	srv.Cont()
+	wg.Wait()
+	for i, c := range commands {
+		if err := c[0].Err(); errors.Is(err, context.DeadlineExceeded) != (i%2 == 0) {
+			t.Errorf("caller %d: got %v", i, err)
+		}
+	}
+	if n := client.Get(t.Context(), "n").Val(); n != "11" {
+		t.Errorf("got %s calls, want 11", n)
+	}
+}
+
 // A pipeline that hangs for longer than the last one took lets others pass.
 func TestOutbox_HangingPipeline(t *testing.T) {
 	srv := redistest.Start(t)
 	proxy := redistest.StartProxy(t, srv.Addr)
-	client := redis.NewClient(&redis.Options{Addr: proxy.Addr, ContextTimeoutEnabled: true, MaxRetries: -1, Protocol: 2})
+	client := redis.NewClient(&redis.Options{
+		Addr: proxy.Addr, ContextTimeoutEnabled: true, ReadTimeout: patience, DialTimeout: patience, MaxRetries: -1, Protocol: 2,
+	})
 	t.Cleanup(func() { _ = client.Close() })
-	var o outbox
-	o.send(within30s(t), client, incr(t.Context(), "n"))
+	o := newOutbox()
+	o.send(client, in30s(), nil, incr(t, "n"))
 	proxy.Strand() // the connection leads nowhere, others are good
-	ctx, cancel := context.WithCancel(within30s(t))
 	done := make(chan struct{})
 	go func() {
-		o.send(ctx, client, incr(ctx, "n"))
+		o.send(client, in30s(), nil, incr(t, "n"))
 		close(done)
 	}()
-	eventually(t, "a pipeline under way", func() bool { o.mu.Lock(); defer o.mu.Unlock(); return o.away == 1 })
+	awayIs(t, o, 1)
+	eventually(t, "the connection in use", func() bool { return client.PoolStats().IdleConns == 0 })
 	o.mu.Lock()
 	o.left = o.left.Add(-maxLag) // time passes
 	o.mu.Unlock()
-	c := incr(t.Context(), "n")
-	if o.send(within30s(t), client, c); c[0].Err() != nil {
+	c := incr(t, "n")
+	if o.send(client, in30s(), nil, c); c[0].Err() != nil {
 		t.Error(c[0].Err())
 	}
-	cancel()
 	proxy.CloseAll()
 	<-done
+}
+
+// Calls that ask the same are one command, others are others.
+func TestOutbox_Together(t *testing.T) {
+	srv := redistest.Start(t)
+	r := handRedis(t, redisAt(srv.Addr))
+	bucket, other, two := rate(t, "rate", 1, time.Hour, 5, 1), rate(t, "rate", 2, time.Hour, 5, 1), concurrency(t, "two", 2, 10*time.Second)
+	r.ask(in30s(), r.calls(time.Now(), []Check{{Limit: bucket}}, id("z"))) // it knows the script and the clock from now on
+	rdb := srv.Client()
+	rdb.ConfigResetStat(t.Context())
+	same := []Check{{Limit: bucket}, {Limit: two}}
+	calls := r.calls(time.Now(), same, id("a"), id("b"), id("c"))
+	calls = append(calls, r.calls(time.Now(), []Check{{Limit: bucket, Dark: true}, {Limit: two}}, id("d"))...)
+	calls = append(calls, r.calls(time.Now(), []Check{{Limit: other}, {Limit: two}}, id("e"))...)
+	calls = append(calls, r.calls(time.Now(), slices.Clone(same), id("f"))...)
+	r.ask(in30s(), calls)
+	for i, c := range calls {
+		if c.err != nil || c.answer[0] != replyAllowed || c.answer[3] != 1 {
+			t.Errorf("call %d: got %v, %v", i, c.answer, c.err)
+		}
+	}
+	if stats := rdb.Info(t.Context(), "commandstats").Val(); !strings.Contains(stats, "cmdstat_evalsha:calls=3,") {
+		t.Errorf("want 3 commands: of four calls, of a dark one and of one with other numbers; got\n%s", stats)
+	}
 }
 
 // Of a pipeline whose connection breaks, what was answered stays answered.

@@ -6,7 +6,6 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/base64"
-	"fmt"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -20,15 +19,6 @@ import (
 const (
 	DefaultTimeout   = 50 * time.Millisecond
 	DefaultKeyPrefix = "stripe_ratelimit:"
-)
-
-const (
-	// maxPiggyback bounds the releases that one admission applies on its way.
-	maxPiggyback = 64
-
-	// maxOvertaken bounds how often an admission asks again because leases end all
-	// the time.
-	maxOvertaken = 2
 )
 
 // RedisOptions says how a Redis store works.
@@ -167,25 +157,24 @@ func (r *Redis) Admit(ctx context.Context, asks []Ask) (adm Admission, failed er
 	if d, ok := ctx.Deadline(); ok && d.Before(deadline) {
 		deadline = d
 	}
-	ctx, cancel := context.WithDeadline(context.Background(), deadline)
-	defer cancel()
-
-	calls := make([]admitCall, len(asks))
-	todo := make([]*scriptCall, len(asks))
+	few := new(fewCalls)
+	calls, todo := few.calls[:], few.todo[:]
+	if len(asks) > len(calls) {
+		calls, todo = make([]admitCall, len(asks)), make([]*admitCall, len(asks))
+	}
 	for i, ask := range asks {
-		calls[i] = r.admitCall(start, ask)
-		todo[i] = &calls[i].scriptCall
+		todo[i] = &calls[i]
+		r.prepare(todo[i], start, ask)
 	}
 	for len(todo) > 0 {
-		r.run(ctx, todo...)
+		r.ask(deadline, todo)
 		todo = todo[:0]
+		now := time.Now()
 		for i := range calls {
 			c := &calls[i]
-			if r.acknowledge(c); c.unfair && ctx.Err() == nil {
-				overtaken := c.overtaken
-				*c = r.admitCall(time.Now(), c.ask)
-				c.overtaken = overtaken
-				todo = append(todo, &c.scriptCall)
+			if r.acknowledge(c); c.unfair && now.Before(deadline) {
+				r.prepare(c, now, c.ask)
+				todo = append(todo, c)
 			}
 		}
 	}
@@ -211,151 +200,26 @@ func (r *Redis) Admit(ctx context.Context, asks []Ask) (adm Admission, failed er
 	return adm, failed
 }
 
-// admitCall is a call of admit.lua about one identity.
-type admitCall struct {
-	scriptCall
-	ask   Ask
-	id    uint64   // of the leases to take
-	ended []*lease // releases that it applies on its way
-	more  bool     // there were too many
-	ends  uint32   // how many leases of its keys had ended when it was made
-
-	// It was denied for want of a slot which this very process has freed, but
-	// without saying so to Redis: there was too much to say, or the lease ended, and
-	// its client came back, on a faster way. Nothing was taken, so it may ask again.
-	unfair    bool
-	overtaken int // how often that was for the latter reason
+// fewCalls is room for the calls of most admissions.
+type fewCalls struct {
+	calls [1]admitCall
+	todo  [1]*admitCall
 }
 
-func (r *Redis) admitCall(now time.Time, ask Ask) admitCall {
-	c := admitCall{
-		scriptCall: newScriptCall(&admitScript, len(ask.Checks), 2+5*len(ask.Checks)),
-		ask:        ask,
-		id:         leaseID(now, time.Duration(r.ahead.Load()), r.nextID.Add(1)),
-	}
-	buckets := 0
-	for _, check := range ask.Checks {
-		c.args = append(c.args, check.Limit.stateKey(ask.Identity).redis(r.prefix))
-		if check.Limit.Kind == Rate {
-			buckets++
-		}
-	}
-	c.args = append(c.args, nil, buckets, r.leaseName(c.id))
-	for _, check := range ask.Checks {
-		l := check.Limit
-		c.args = append(c.args, l.args...)
-		c.args = append(c.args, bit(check.Dark))
-		if l.Kind == Concurrency {
-			c.ends += r.leases.endsOf(l.stateKey(ask.Identity)).Load()
-			ended, more := r.leases.claim(now, c.id, l.stateKey(ask.Identity), maxPiggyback)
-			c.args = append(c.args, len(ended))
-			for _, e := range ended {
-				c.args = append(c.args, r.argument(e))
-			}
-			c.ended = append(c.ended, ended...)
-			c.more = c.more || more
-		}
-	}
-	return c
-}
-
-func bit(b bool) int {
-	if b {
-		return 1
-	}
-	return 0
-}
-
-// leaseName is the name of the leases of one admission in Redis, and member
-// that of one of them: a name ends with the length of its lease in us.
-func (r *Redis) leaseName(id uint64) string {
-	var room [64]byte
-	return string(r.appendLeaseName(room[:0], id))
-}
-
+// appendLeaseName appends the name of the leases of one admission, to which each
+// adds its length in us: so it stands in Redis, as the member of a sorted set.
 func (r *Redis) appendLeaseName(b []byte, id uint64) []byte {
 	b = append(append(b, r.instance...), ':')
 	return append(strconv.AppendUint(b, id, 36), ':')
 }
 
-func (r *Redis) member(l *lease) string {
-	var room [64]byte
-	return string(strconv.AppendInt(r.appendLeaseName(room[:0], l.id), l.length.Microseconds(), 10))
-}
-
-// argument is the member of a lease, for a command.
-func (r *Redis) argument(l *lease) any {
-	if l.name != nil {
-		return l.name
+// render makes the texts of a lease, unless it has them.
+func (r *Redis) render(l *lease) {
+	if l.name == "" {
+		var room [64]byte
+		l.name = string(strconv.AppendInt(r.appendLeaseName(room[:0], l.id), l.length.Microseconds(), 10))
+		l.redisKey = l.key.redis(r.prefix)
 	}
-	return r.member(l)
-}
-
-// acknowledge notes what a call that is over has released.
-func (r *Redis) acknowledge(c *admitCall) {
-	c.unfair = false
-	if c.err != nil || len(c.reply) != 1+2*len(c.ask.Checks) {
-		r.leases.disclaim(c.id, c.ended)
-		return
-	}
-	r.leases.acknowledged(c.sent, c.ended)
-	denied, ends := false, uint32(0)
-	for i, check := range c.ask.Checks {
-		if l := check.Limit; l.Kind == Concurrency {
-			denied = denied || c.reply[1+2*i] == replyDenied
-			ends += r.leases.endsOf(l.stateKey(c.ask.Identity)).Load()
-		}
-	}
-	if c.unfair = denied && c.more; denied && !c.more && ends != c.ends && c.overtaken < maxOvertaken {
-		c.unfair = true
-		c.overtaken++
-	}
-	c.ended, c.more = nil, false
-}
-
-// conclude reads the answer of a call, which was made at start, into adm.
-func (r *Redis) conclude(start time.Time, c *admitCall, adm *Admission) error {
-	results := adm.Results[len(adm.Results):][:len(c.ask.Checks)]
-	adm.Results = adm.Results[:len(adm.Results)+len(results)]
-	allowed := true
-	if c.err == nil && len(c.reply) != 1+2*len(results) {
-		c.err = errShape
-	}
-	for i, check := range c.ask.Checks {
-		if c.err == nil {
-			results[i], c.err = check.Limit.result(c.reply[1+2*i], c.reply[2+2*i])
-			if !check.Dark && results[i].Outcome == NotEvaluated {
-				c.err = errShape // which only dark checks are
-			}
-			allowed = allowed && (check.Dark || results[i].Outcome == Allowed)
-		}
-	}
-	if c.err == nil {
-		adm.Allowed = adm.Allowed && allowed
-		if !allowed {
-			return nil
-		}
-	}
-
-	held := len(adm.leases)
-	for i, check := range c.ask.Checks {
-		if l := check.Limit; l.Kind == Concurrency && (c.err != nil || results[i].Outcome == Allowed) {
-			taken := adm.take(l.stateKey(c.ask.Identity), c.id, l.Lease)
-			taken.name = r.member(taken)
-		}
-	}
-	taken := adm.leases[held:]
-	if c.err == nil {
-		r.leases.hold(start, taken...)
-		return nil
-	}
-	clear(results)
-	if c.mayHaveRun() {
-		r.leases.end(time.Now(), true, taken...)
-	}
-	adm.leases = adm.leases[:held]
-	adm.room = nil // its lease may be in use
-	return fmt.Errorf("admit: %w", c.err)
 }
 
 // Release implements Store.

@@ -122,7 +122,10 @@ func (r *Redis) release(ctx context.Context, now time.Time, leases []*lease) (so
 		}
 		batch := leases[:n]
 		leases = leases[n:]
-		key := batch[0].key.redis(r.prefix)
+		for _, l := range batch {
+			r.render(l)
+		}
+		key := batch[0].redisKey
 		to, err := r.node(ctx, key)
 		if err == nil && to.breaker.open.Load() && !r.stopped() {
 			err = to.refusal // sooner than its commands are made
@@ -138,7 +141,7 @@ func (r *Redis) release(ctx context.Context, now time.Time, leases []*lease) (so
 		}
 		args := append(make([]any, 0, 2+len(batch)), "zrem", key)
 		for _, l := range batch {
-			args = append(args, r.argument(l))
+			args = append(args, &l.name)
 		}
 		node.commands = append(node.commands, &command{Cmder: redis.NewIntCmd(ctx, args...)})
 		node.batches = append(node.batches, batch)
@@ -186,7 +189,8 @@ func (r *Redis) renewCall(key renewalKey, leases []*lease) scriptCall {
 	c := newScriptCall(&renewScript, 1, 1+len(leases))
 	c.args = append(c.args, key.redis(r.prefix), nil, key.length.Microseconds())
 	for _, l := range leases {
-		c.args = append(c.args, r.argument(l))
+		r.render(l)
+		c.args = append(c.args, &l.name)
 	}
 	return c
 }

@@ -34,7 +34,9 @@ type node struct {
 }
 
 func (r *Redis) newNode(name string) *node {
-	return &node{name: name, clock: serverClock{base: r.base}, refusal: fmt.Errorf("%w: %s", errBreakerOpen, name)}
+	n := &node{name: name, clock: serverClock{base: r.base}, refusal: fmt.Errorf("%w: %s", errBreakerOpen, name)}
+	n.outbox.clock = &n.clock
+	return n
 }
 
 // target is a node with a client to reach it.
@@ -54,16 +56,14 @@ func (r *Redis) node(ctx context.Context, key string) (target, error) {
 	client, err := r.cluster.MasterForKey(ctx, key)
 	if err != nil { // it answers from memory once it knows the slots
 		now := time.Now()
-		r.note(r.slots, now, now, &command{Cmder: failedCommand(err)})
+		if r.blames(r.slots, 0, err) {
+			r.note(r.slots, now, now, key, err)
+		} else {
+			r.note(r.slots, now, now, "", nil)
+		}
 		return target{}, err
 	}
 	return target{r.known(client.Options().Addr), client}, nil
-}
-
-func failedCommand(err error) redis.Cmder {
-	c := redis.NewStatusCmd(context.Background())
-	c.SetErr(err)
-	return c
 }
 
 // known returns the node of a Cluster with an address.
@@ -122,10 +122,14 @@ func (r *Redis) exec(ctx context.Context, to target, commands []*command) (sent,
 	return r.execBy(ctx, to, commands, send)
 }
 
-// share is exec that sends what others have for the node in the same round trip.
-// The commands must be those of newCommand or have no other reply than an error.
+// share is exec that sends what others have for the node in the same round trip,
+// within the deadline of ctx. The commands must be those of newCommand or have no
+// other reply than an error.
 func (r *Redis) share(ctx context.Context, to target, commands []*command) (sent, received time.Time) {
-	return r.execBy(ctx, to, commands, to.outbox.send)
+	return r.execBy(ctx, to, commands, func(ctx context.Context, client *redis.Client, commands []*command) (sent, received time.Time) {
+		deadline, _ := ctx.Deadline()
+		return to.outbox.send(client, deadline, nil, commands)
+	})
 }
 
 func (r *Redis) execBy(ctx context.Context, to target, commands []*command,
@@ -139,7 +143,7 @@ func (r *Redis) execBy(ctx context.Context, to target, commands []*command,
 	}
 	began := time.Now()
 	sent, received = send(ctx, to.client, commands)
-	r.note(to.node, began, received, commands...)
+	r.noteCommands(to.node, began, received, commands...)
 	if r.cluster != nil && r.follow(ctx, commands) {
 		received = time.Now()
 	}
@@ -190,27 +194,38 @@ func (r *Redis) redirect(ctx context.Context, c *command, answer string) {
 	}
 	sent := time.Now()
 	_ = r.cluster.Process(ctx, c.Cmder)
-	r.note(n, sent, time.Now(), c)
+	r.noteCommands(n, sent, time.Now(), c)
 }
 
-// note takes down how a node has dealt with commands, and begins to probe it if
-// that opens its breaker.
-func (r *Redis) note(n *node, sent, received time.Time, commands ...*command) {
-	var failed *command
-	least := min(r.timeout, roundTimeout) / 2
+// blames reports whether an error is a node's fault. A caller that had hardly any
+// time left says nothing about the node.
+func (r *Redis) blames(n *node, took time.Duration, err error) bool {
+	if err == nil || !nodeFailed(err) {
+		return false
+	}
+	return n == r.slots || Reason(err) != "timeout" || took >= min(r.timeout, roundTimeout)/2
+}
+
+// noteCommands takes down how a node has dealt with commands.
+func (r *Redis) noteCommands(n *node, began, received time.Time, commands ...*command) {
+	var failed error
+	key := ""
 	for _, c := range commands {
-		// A caller that had hardly any time left says nothing about the node.
-		if err := c.Err(); err != nil && nodeFailed(err) && (Reason(err) != "timeout" || n == r.slots || received.Sub(sent) >= least) {
-			failed = c
+		if err := c.Err(); r.blames(n, received.Sub(began), err) {
+			failed, key = err, c.key()
 		}
 	}
-	if failed != nil {
-		if key := failed.key(); key != "" {
-			n.lastKey.Store(&key)
-		}
+	r.note(n, began, received, key, failed)
+}
+
+// note takes down how a node has dealt with a call about a key, if it has one, and
+// begins to probe it if that opens its breaker.
+func (r *Redis) note(n *node, began, received time.Time, key string, failed error) {
+	if failed != nil && key != "" {
+		n.lastKey.Store(&key)
 	}
-	if n.breaker.note(sent.Sub(r.base), received.Sub(r.base), failed != nil) {
-		r.background(func() { r.heal(n, failed.Err()) })
+	if n.breaker.note(began.Sub(r.base), received.Sub(r.base), failed != nil) {
+		r.background(func() { r.heal(n, failed) })
 	}
 }
 
@@ -259,13 +274,14 @@ func (r *Redis) tell(n *node, open bool, err error) {
 }
 
 // probeArgs are the arguments of admit.lua that take a token from a bucket which
-// is full again a few milliseconds later: no deadline, one bucket and no lease.
+// is full again a few milliseconds later: one identity, one bucket, no deadline and
+// no lease.
 var probeArgs = func() []any {
 	l, err := NewRate("", "probe", 1000, time.Second, 1000, 1)
 	if err != nil {
 		panic(err)
 	}
-	return append(append([]any{int64(maxExact), 1, ""}, l.args...), 0)
+	return append(append([]any{1, 1}, l.args...), 0, int64(maxExact), "")
 }()
 
 // probe does on a node what requests do, as fast as they want it done: a script

@@ -86,14 +86,19 @@ func (c *scriptCall) mayHaveRun() bool { return !c.sent.IsZero() && mayHaveRun(c
 
 // run sends the calls in one round trip, all within the deadline of ctx.
 func (r *Redis) run(ctx context.Context, calls ...*scriptCall) {
+	apart(r, calls, func(calls []*scriptCall) { r.runSafely(ctx, calls) })
+}
+
+// apart runs calls together, but in a Cluster each for itself, so that a node which
+// fails costs the others nothing.
+func apart[C any](r *Redis, calls []C, run func([]C)) {
 	if r.cluster == nil || len(calls) == 1 {
-		r.runSafely(ctx, calls)
+		run(calls)
 		return
 	}
-	// Each for itself, so that a node which fails costs the others nothing.
 	var wg sync.WaitGroup
 	for i := range calls {
-		wg.Go(func() { r.runSafely(ctx, calls[i:i+1]) })
+		wg.Go(func() { run(calls[i : i+1]) })
 	}
 	wg.Wait()
 }
@@ -113,9 +118,8 @@ func (r *Redis) runSafely(ctx context.Context, calls []*scriptCall) {
 // estimate of the server's clock was off. That of a node which has never
 // answered is so far in the past that its first call always comes late.
 func (r *Redis) runTogether(ctx context.Context, calls []*scriptCall) {
-	const attempts = 4
 	deadline, _ := ctx.Deadline()
-	for range attempts {
+	for range maxAttempts {
 		n, err := r.node(ctx, calls[0].args[argFirstKey].(string))
 		if err != nil {
 			for _, c := range calls {

@@ -5,6 +5,7 @@ package limiters
 import (
 	"context"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -43,48 +44,104 @@ func named(names []string, values *[]any) map[string]any {
 
 // The header of admit.lua says what Go sends and what comes back.
 func TestAdmitScript_Header(t *testing.T) {
-	r := handRedis(t, redisAt(redistest.Start(t).Addr))
-	argv, bucket, slot := names(t, lua.Admit, "ARGV"), names(t, lua.Admit, "bucket"), names(t, lua.Admit, "slot")
+	srv := redistest.Start(t)
+	r := handRedis(t, redisAt(srv.Addr))
+	argv, bucket, slot, asks := names(t, lua.Admit, "ARGV"), names(t, lua.Admit, "bucket"), names(t, lua.Admit, "slot"), names(t, lua.Admit, "ask")
 	reply, answer := names(t, lua.Admit, "reply"), names(t, lua.Admit, "answer")
 	second := rate(t, "second", 5, time.Second, 7, 2)
 	day := rate(t, "day", 9, 24*time.Hour, 9, 1)
 	two := concurrency(t, "two", 2, 10*time.Second)
+	checks := []Check{{second, false}, {day, true}, {two, true}}
 
 	for _, leases := range []int{0, 1, 3} {
 		for range leases { // which admit.lua will release on its way
-			r.Release(Admission{leases: []*lease{{key: two.stateKey(id("a")), id: r.nextID.Add(1), length: two.Lease}}})
+			r.Release(Admission{leases: []*lease{{key: two.stateKey(id("b")), id: r.nextID.Add(1), length: two.Lease}}})
 		}
-		c := r.admitCall(time.Now(), Ask{id("a"), []Check{{second, false}, {day, true}, {two, true}}})
-		ctx, cancel := context.WithTimeout(t.Context(), patience)
-		defer cancel()
-		r.run(ctx, &c.scriptCall)
-		if c.err != nil {
-			t.Fatal(c.err)
+		calls := r.calls(time.Now(), checks, id("a"), id("b"))
+		args := compose(t, maxExact, calls...)
+		got, err := srv.Client().Do(t.Context(), append([]any{"eval", lua.Admit}, args[argKeys:]...)...).Int64Slice()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, want := len(got), len(reply)+2*3*len(answer); got != want {
+			t.Errorf("reply has %d integers, want %d", got, want)
 		}
 
-		if got, want := c.args[argKeys], 3; got != want {
+		if got, want := args[argKeys], 6; got != want {
 			t.Errorf("keys: got %v, want %v", got, want)
 		}
-		rest := c.args[argFirstKey+3:]
-		top := named(argv, &rest)
-		delete(top, "deadline")
-		got := []map[string]any{top, named(bucket, &rest), named(bucket, &rest), named(slot, &rest)}
+		for i, who := range []string{"a", "b"} {
+			for j, l := range []*Limit{second, day, two} {
+				if got, want := args[argFirstKey+3*i+j], l.stateKey(id(who)).redis(DefaultKeyPrefix); got != want {
+					t.Errorf("key %d of %s: got %v, want %v", j, who, got, want)
+				}
+			}
+		}
+		rest := args[argFirstKey+6:]
+		sent := []map[string]any{named(argv, &rest), named(bucket, &rest), named(bucket, &rest), named(slot, &rest), named(asks, &rest), named(asks, &rest)}
 		want := []map[string]any{
-			{"buckets": 2, "id": r.leaseName(c.id)},
+			{"identities": 2, "buckets": 2},
 			{"refill": int64(5), "capacity": int64(7e6), "cost": int64(2e6), "tick": int64(1), "dark": 0},
 			{"refill": int64(9), "capacity": int64(9 * 86400e3), "cost": int64(86400e3), "tick": int64(1000), "dark": 1},
-			{"capacity": int64(2), "lease": int64(10e6), "dark": 1, "ended": leases},
+			{"capacity": int64(2), "lease": int64(10e6), "dark": 1},
+			{"deadline": int64(maxExact), "id": calls[0].name, "ended": 0},
+			{"deadline": int64(maxExact), "id": calls[1].name, "ended": leases},
 		}
-		if diff := cmp.Diff(want, got); diff != "" {
+		if diff := cmp.Diff(want, sent); diff != "" {
 			t.Errorf("arguments (-header +sent):\n%s", diff)
 		}
 		if len(rest) != leases {
 			t.Errorf("%d arguments are left, want the %d leases that have ended", len(rest), leases)
 		}
-		if got, want := len(c.reply), len(reply)+3*len(answer); got != want {
-			t.Errorf("reply has %d integers, want %d", got, want)
+		if want := r.member(&lease{key: two.stateKey(id("b")), id: calls[1].id, length: two.Lease}); calls[1].members[0] != want || want != calls[1].name+"10000000" {
+			t.Errorf("the lease to take: got %q of %q, want %q", calls[1].members[0], calls[1].name, want)
 		}
-		r.acknowledge(&c)
+		for _, c := range calls {
+			c.read(time.Now(), got, nil)
+			r.acknowledge(c)
+		}
+	}
+}
+
+// What is wrong with one identity is nothing to the others of its command: one that
+// comes too late, or has a key of another type, is told so and nothing is written.
+func TestAdmitScript_EachForItself(t *testing.T) {
+	srv := redistest.Start(t)
+	r := handRedis(t, redisAt(srv.Addr))
+	rdb := srv.Client()
+	bucket, two := rate(t, "rate", 1, time.Hour, 5, 1), concurrency(t, "two", 2, 10*time.Second)
+	checks := []Check{{Limit: bucket}, {Limit: two}}
+	key := func(who string, l *Limit) string { return l.stateKey(id(who)).redis(DefaultKeyPrefix) }
+	rdb.LPush(t.Context(), key("list", bucket), "x")
+	rdb.Set(t.Context(), key("text", two), "x", 0)
+	r.Release(Admission{leases: []*lease{{key: two.stateKey(id("text")), id: r.nextID.Add(1), length: two.Lease}}})
+
+	who := []string{"first", "list", "late", "text", "last"}
+	calls := r.calls(time.Now(), checks, id(who[0]), id(who[1]), id(who[2]), id(who[3]), id(who[4]))
+	args := compose(t, maxExact, calls...)
+	for i, arg := range args {
+		if arg == calls[2].name {
+			args[i-1] = 1 // the deadline
+		}
+	}
+	reply, err := rdb.Do(t.Context(), append([]any{"eval", lua.Admit}, args[argKeys:]...)...).Int64Slice()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range []error{nil, errWrongType, errLate, errWrongType, nil} {
+		c := calls[i]
+		if c.read(time.Now(), reply, nil); c.err != want {
+			t.Errorf("%s: got %v, want %v", who[i], c.err, want)
+		}
+		if got, want := rdb.Exists(t.Context(), key(who[i], bucket)).Val(), map[bool]int64{true: 1}[want == nil || who[i] == "list"]; got != want {
+			t.Errorf("%s: %d buckets, want %d", who[i], got, want)
+		}
+		if got, want := rdb.Exists(t.Context(), key(who[i], two)).Val(), map[bool]int64{true: 1}[want == nil || who[i] == "text"]; got != want {
+			t.Errorf("%s: %d sets of leases, want %d", who[i], got, want)
+		}
+	}
+	if got := Reason(errWrongType); got != "wrong_type" || mayHaveRun(errWrongType) {
+		t.Errorf("the reason: got %s, may have run: %v", got, mayHaveRun(errWrongType))
 	}
 }
 
@@ -109,7 +166,7 @@ func TestRenewScript_Header(t *testing.T) {
 	if diff := cmp.Diff(map[string]any{"lease": int64(10e6)}, got); diff != "" {
 		t.Errorf("arguments (-header +sent):\n%s", diff)
 	}
-	if diff := cmp.Diff([]any{r.member(leases[0]), r.member(leases[1])}, rest); diff != "" {
+	if diff := cmp.Diff([]any{&leases[0].name, &leases[1].name}, rest); diff != "" {
 		t.Errorf("leases (-want +sent):\n%s", diff)
 	}
 	if got, want := len(c.reply), len(names(t, lua.Renew, "reply")); got != want {
@@ -117,30 +174,44 @@ func TestRenewScript_Header(t *testing.T) {
 	}
 }
 
-// A script that starts at its deadline or later writes nothing and returns the
-// time alone.
+// A script that starts at its deadline or later writes nothing.
 func TestScripts_LateOnesWriteNothing(t *testing.T) {
 	fake := redistest.StartFakeTime(t)
 	r := handRedis(t, redisAt(fake.Addr))
 	two := concurrency(t, "two", 2, 10*time.Second)
-	admit := r.admitCall(time.Now(), Ask{id("a"), []Check{{rate(t, "rate", 5, time.Second, 5, 1), false}, {two, false}}}).scriptCall
+	admit := r.calls(time.Now(), []Check{{rate(t, "rate", 5, time.Second, 5, 1), false}, {two, false}}, id("a"))[0]
 	renew := r.renewCall(renewalKey{two.stateKey(id("a")), two.Lease}, []*lease{{id: 1, length: two.Lease}})
 	rdb := fake.Client()
-	for name, c := range map[string]scriptCall{"admit": admit, "renew": renew} {
+	now := epoch.UnixMicro()
+	for name, c := range map[string]struct {
+		args      func(deadline int64) []any
+		late, not []int64
+	}{
+		"admit": {
+			func(deadline int64) []any {
+				return append([]any{"eval", lua.Admit}, compose(t, deadline, admit)[argKeys:]...)
+			},
+			[]int64{now, replyLate, 0, replyLate, 0}, []int64{now, replyAllowed, 4_000_000, replyAllowed, 1},
+		},
+		"renew": {
+			func(deadline int64) []any {
+				renew.args[argCommand], renew.args[argScript], renew.args[argFirstKey+1] = "eval", lua.Renew, deadline
+				return renew.args
+			},
+			[]int64{now}, []int64{now, 1},
+		},
+	} {
 		for _, row := range []struct {
 			deadline time.Duration
-			items    int // of the reply
+			want     []int64
 		}{
-			{-time.Hour, 1}, {-time.Microsecond, 1}, {0, 1},
-			{time.Microsecond, map[string]int{"admit": 5, "renew": 2}[name]},
+			{-time.Hour, c.late}, {-time.Microsecond, c.late}, {0, c.late}, {time.Microsecond, c.not},
 		} {
-			c.args[argCommand], c.args[argScript] = "eval", c.script.source
-			c.args[argFirstKey+c.keys] = epoch.Add(row.deadline).UnixMicro()
-			got, err := rdb.Do(t.Context(), c.args...).Int64Slice()
-			if err != nil || len(got) != row.items || got[0] != epoch.UnixMicro() {
-				t.Errorf("%s with a deadline %v from now: got %v, %v, want %d items, the first %d", name, row.deadline, got, err, row.items, epoch.UnixMicro())
+			got, err := rdb.Do(t.Context(), c.args(epoch.Add(row.deadline).UnixMicro())...).Int64Slice()
+			if err != nil || !slices.Equal(got, row.want) {
+				t.Errorf("%s with a deadline %v from now: got %v, %v, want %v", name, row.deadline, got, err, row.want)
 			}
-			if n := rdb.DBSize(t.Context()).Val(); n > 0 && row.items == 1 {
+			if n := rdb.DBSize(t.Context()).Val(); n > 0 && row.deadline <= 0 {
 				t.Errorf("%s with a deadline %v from now: it wrote %d keys", name, row.deadline, n)
 			}
 		}

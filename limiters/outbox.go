@@ -35,8 +35,8 @@ const (
 // both sides a round trip is dearer than what is in it. It batches by
 // back-pressure, never by a timer: what comes while a pipeline is under way leaves
 // with the next one, so a quiet instance sends at once and a busy one in batches.
-// Calls of admit.lua that are alike leave in one command, unless it is to a
-// Cluster, where their keys are in several slots.
+// Calls of admit.lua that are alike leave in one command, unless their keys are in
+// several slots of a Cluster.
 //
 // A caller waits no longer than its deadline. What it leaves behind unsent is
 // never sent.
@@ -49,6 +49,7 @@ type outbox struct {
 	left    time.Time   // when the last of them left
 	lag     time.Duration
 	spare   *pipeline
+	apart   bool // calls are: the server is one of a Cluster, though nobody said so
 
 	timer *time.Timer // lets callers go, for all of them; nil: none has waited yet
 	rings time.Time   // when it is to do so; zero: it is not
@@ -76,6 +77,7 @@ type pipeline struct {
 	parcels  []*parcel
 	deadline time.Time // of the most patient
 	sent     time.Time
+	apart    bool
 
 	admits []*admitCommand
 	cmds   []redis.Cmder // to be sent
@@ -182,7 +184,7 @@ func (o *outbox) pipelineLocked() *pipeline {
 }
 
 func (o *outbox) leaveLocked(l *pipeline, now time.Time) {
-	l.sent = now
+	l.sent, l.apart = now, o.apart
 	for _, p := range l.parcels {
 		p.sent = now
 		for _, c := range p.commands { // now, because a caller that leaves gets others
@@ -239,11 +241,13 @@ func (o *outbox) carry(client *redis.Client, l *pipeline) {
 			p.land(now, bug)
 		}
 	}
-	if bug == nil {
-		for _, a := range l.admits {
-			if reply := a.Val(); a.Err() == nil && len(reply) > 0 {
-				o.clock.learn(l.sent, now, reply[0])
-			}
+	for _, a := range l.admits {
+		switch err := a.Err(); {
+		case bug != nil:
+		case redis.HasErrorPrefix(err, "CROSSSLOT"):
+			o.apart = true
+		case err == nil && len(a.Val()) > 0:
+			o.clock.learn(l.sent, now, a.Val()[0])
 		}
 	}
 	l.clear()
@@ -293,7 +297,7 @@ func (l *pipeline) compose(ctx context.Context, clock *serverClock) {
 // admit puts a call into a command with others, if there is one.
 func (l *pipeline) admit(c *admitCall) {
 	for _, a := range l.admits[max(0, len(l.admits)-maxKinds):] {
-		if a.calls[0].alike(c) {
+		if !l.apart && a.calls[0].alike(c) {
 			a.add(c)
 			return
 		}

@@ -208,6 +208,23 @@ func TestOutbox_Together(t *testing.T) {
 	}
 }
 
+// A server of a Cluster which has all slots works like any other, though it wants
+// the keys of one slot in a command.
+func TestOutbox_Apart(t *testing.T) {
+	srv := redistest.StartCluster(t, 1, 0).Masters[0]
+	r := handRedis(t, redisAt(srv.Addr))
+	checks := []Check{{Limit: rate(t, "rate", 1, time.Hour, 5, 1)}, {Limit: concurrency(t, "two", 2, 10*time.Second)}}
+	for want := int64(1); want <= 2; want++ {
+		calls := r.calls(time.Now(), checks, id("a"), id("b"), id("c"))
+		r.ask(in30s(), calls)
+		for i, c := range calls {
+			if c.err != nil || c.answer[0] != replyAllowed || c.answer[3] != want {
+				t.Errorf("call %d: got %v, %v, want %d leases", i, c.answer, c.err, want)
+			}
+		}
+	}
+}
+
 // Of a pipeline whose connection breaks, what was answered stays answered.
 func TestScriptCmd_KeepsItsAnswer(t *testing.T) {
 	c := &scriptCmd{IntSliceCmd: redis.NewIntSliceCmd(t.Context())}

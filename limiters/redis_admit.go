@@ -200,11 +200,14 @@ func (c *admitCall) read(sent time.Time, reply []int64, err error) {
 }
 
 // again reports whether the reply proves that a call has not run, but that it may
-// the next time: the script was unknown, or the deadline had passed because our
-// estimate of the server's clock was off. That of a node which has never answered
-// is so far in the past that its first call always comes late.
+// the next time: the script was unknown, the deadline had passed because our
+// estimate of the server's clock was off, or the server turns out to be one of a
+// Cluster, and wants each identity in a command of its own. The estimate for a node
+// which has never answered is so far in the past that its first call always comes
+// late.
 func (c *admitCall) again() bool {
-	return c.err == errLate || redis.HasErrorPrefix(c.err, "NOSCRIPT")
+	return c.err == errLate || redis.HasErrorPrefix(c.err, "NOSCRIPT") ||
+		redis.HasErrorPrefix(c.err, "CROSSSLOT") && len(c.command.calls) > 1
 }
 
 func bit(b bool) int {

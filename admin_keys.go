@@ -5,6 +5,7 @@ package striperatelimit
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 
@@ -22,15 +23,26 @@ type keyRequest struct {
 
 // inspection is what one identity has left, by limit.
 type inspection struct {
-	Identity string           `json:"identity"`
-	Limits   []inspectedLimit `json:"limits"`
+	Identity string `json:"identity"`
+
+	// Where the figures are from: "store"; or "local", what this instance decides
+	// by alone (on_store_error local) because the store fails, for this reason.
+	From       string           `json:"from"`
+	StoreError string           `json:"store_error,omitempty"`
+	Limits     []inspectedLimit `json:"limits"`
 }
+
+// Where an inspection is from.
+const (
+	fromStore = "store"
+	fromLocal = "local"
+)
 
 type inspectedLimit struct {
 	Pool    string `json:"pool"`
 	Kind    string `json:"kind"`
 	Limit   string `json:"limit"`
-	Numbers string `json:"numbers"` // in words, with the override in force
+	Numbers string `json:"numbers"` // in words, with the override in force; of local also which share
 	Mode    string `json:"mode"`    // that switches leave at most
 
 	// Seconds until a request would be allowed; 0: now.
@@ -63,10 +75,13 @@ var inspectKey = operated(func(ctx context.Context, o *operator, r *http.Request
 		return nil, err
 	}
 	found, err := o.inspect(ctx, in.Pool, id)
-	if err != nil {
+	if err != nil && found == nil {
 		return nil, keyError(err)
 	}
-	answer := inspection{Identity: id.String(), Limits: make([]inspectedLimit, 0, len(found))}
+	answer := inspection{Identity: id.String(), From: fromStore, Limits: make([]inspectedLimit, 0, len(found))}
+	if err != nil {
+		answer.From, answer.StoreError = fromLocal, limiters.Reason(err)
+	}
 	for i := range found {
 		answer.Limits = append(answer.Limits, newInspectedLimit(&found[i]))
 	}
@@ -77,7 +92,7 @@ func newInspectedLimit(found *inspected) inspectedLimit {
 	l := found.Limit
 	shown := inspectedLimit{
 		Pool: l.Pool, Kind: l.Kind.String(), Limit: l.Name,
-		Numbers: numbersOf(l), Mode: found.Mode.String(),
+		Numbers: found.Numbers, Mode: found.Mode.String(),
 		NextAllowed: found.NextAllowed.Seconds(), Override: found.Override,
 	}
 	if l.Kind == limiters.Rate {
@@ -130,6 +145,9 @@ func decodeKey(o *operator, r *http.Request, in any, identity *identityRequest) 
 // keyError is the error of a question about an identity: the caller's fault, or
 // that of the store.
 func keyError(err error) error {
+	if errors.Is(err, errLocalReset) {
+		return adminError(http.StatusServiceUnavailable, "the store does not answer: %w", err)
+	}
 	if limiters.Reason(err) == "other" {
 		return badRequest(err)
 	}

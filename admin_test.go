@@ -12,6 +12,8 @@ import (
 	"testing"
 
 	"github.com/caddyserver/caddy/v2"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/redistest"
 )
 
 // ask sends a request to the admin API, as Caddy's admin server would.
@@ -212,6 +214,70 @@ func TestAdmin_Keys(t *testing.T) {
 			t.Errorf("without the override: got %+v", l)
 		}
 	})
+}
+
+// While the store fails, keys are what this instance decides by alone, and say so.
+func TestAdmin_KeysInAnOutage(t *testing.T) {
+	redis := redistest.Start(t)
+	s := newServer(t)
+	s.load(app(redis), "stripe_ratelimit api {\n on_store_error local\n rate 6/h burst 4\n concurrency 3\n}")
+	s.want("k", 200, 200)
+	o := operating(t)
+	const of, reset = `{"pool":"api","value":"k"}`, `{"pool":"api","value":"k","reason":"test"}`
+	look := func() (found inspection) {
+		t.Helper()
+		decodeAnswer(t, mustAsk(t, "POST", "keys/inspect", of), &found)
+		return found
+	}
+	fromStore := func(tokens int64) {
+		t.Helper()
+		found := look()
+		if l := found.Limits[0]; found.From != "store" || found.StoreError != "" || l.Numbers != "6/h burst 4" || *l.Tokens != tokens {
+			t.Errorf("got %+v with %d tokens, want %d of 6/h burst 4 from the store", found, *l.Tokens, tokens)
+		}
+	}
+	fromLocal := func(tokens int64) {
+		t.Helper()
+		found := look()
+		if l := found.Limits[0]; found.From != "local" || l.Numbers != "1/3 of 6/h burst 4" || l.Burst != 2 || *l.Tokens != tokens {
+			t.Errorf("got %+v with %d of %d tokens, want %d of 2, 1/3 of 6/h burst 4, from here", found, *l.Tokens, l.Burst, tokens)
+		}
+		if l := found.Limits[1]; l.Numbers != "1/3 of 3 in progress" || *l.InProgress != 0 || l.Capacity != 1 {
+			t.Errorf("got %+v, want one slot, which is free", l)
+		}
+		if found.StoreError != "connection" && found.StoreError != "breaker_open" {
+			t.Errorf("got the reason %q, want connection or breaker_open", found.StoreError)
+		}
+	}
+	outage := func() {
+		redis.Kill()
+		eventually(t, func() bool { _, _, down := o.status(); return down != nil })
+		o.store.control.instances.Store(3) // as if there were
+	}
+	fromStore(2)
+
+	outage()
+	for path, body := range map[string]string{"keys/inspect": of, "keys/reset": reset} { // nobody has decided alone yet
+		if status, answer := ask("POST", path, body); status != 503 || !strings.Contains(answer, "nothing is known and nothing was changed") {
+			t.Errorf("%s: got %d %s, want 503", path, status, answer)
+		}
+	}
+	s.want("k", 200, 200, 429)
+	fromLocal(0)
+	status, answer := ask("POST", "keys/reset", reset)
+	if want := "the store does not answer: what this instance decides by alone meanwhile is full, but nothing else: "; status != 503 || !strings.HasPrefix(answer, want) {
+		t.Errorf("reset: got %d %s, want 503 %s…", status, answer, want)
+	}
+	fromLocal(2)
+	s.want("k", 200, 200, 429)
+
+	// What is reset while the store works is full in the next outage, too.
+	redis.Restart()
+	eventually(t, func() bool { _, _, down := o.status(); return down == nil && look().From == "store" })
+	fromStore(4)
+	mustAsk(t, "POST", "keys/reset", reset)
+	outage()
+	fromLocal(2)
 }
 
 func TestParseClientAddr(t *testing.T) {

@@ -310,7 +310,7 @@ func resetCommand() *cobra.Command {
 		Short: "Fills the buckets of one client up",
 		Long: `
 Fills the buckets of one client up, so that its next request is allowed, on
-every instance. With --leases its concurrency slots are freed, too; those of
+every instance; while the store fails, what this instance decides by alone. With --leases its concurrency slots are freed, too; those of
 requests that still run are taken again within a third of their lease.`,
 		Example: `  caddy stripe-ratelimit reset --pool api --identity 9f86d081884c7d659a2feaa0c55ad015 --reason "ticket 4711"`,
 		Args:    cobra.NoArgs,

@@ -349,6 +349,9 @@ func tidy(d time.Duration) string {
 }
 
 func (c *client) printInspection(found inspection) {
+	if found.From == fromLocal {
+		c.printf("! The store fails (%s): this is what this instance decides by ALONE meanwhile\n", found.StoreError)
+	}
 	c.printf("Identity %s\n", found.Identity)
 	rows := make([][]string, 0, 1+len(found.Limits))
 	rows = append(rows, []string{"LIMIT", "IN FORCE", "LEFT", "NEXT ALLOWED", "NOTE"})

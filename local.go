@@ -15,15 +15,40 @@ import (
 type localLimits struct {
 	mu     sync.Mutex // guards below
 	memory *limiters.Memory
+	shares map[int64]bool // of how many instances it has decided by the share of one
 }
 
-// store returns the memory, which it makes with the first outage.
-func (l *localLimits) store() *limiters.Memory {
+// store returns the memory, which it makes with the first outage, to decide by the
+// share of one of n instances.
+func (l *localLimits) store(n int64) *limiters.Memory {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.memory == nil {
-		l.memory = limiters.NewMemory(0)
+		l.memory, l.shares = limiters.NewMemory(0), map[int64]bool{}
 	}
+	l.shares[n] = true
+	return l.memory
+}
+
+// reset fills the buckets of an identity up, whatever share they are, and reports
+// whether there may be any.
+func (l *localLimits) reset(id limiters.Identity, limits []*limiters.Limit) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for n := range l.shares {
+		shares := make([]*limiters.Limit, len(limits))
+		for i, limit := range limits {
+			shares[i] = limit.Share(n)
+		}
+		_ = l.memory.Reset(context.Background(), id, shares) // never fails
+	}
+	return l.memory != nil
+}
+
+// made returns the memory, nil before the first outage.
+func (l *localLimits) made() *limiters.Memory {
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	return l.memory
 }
 
@@ -35,6 +60,9 @@ func (l *localLimits) close() {
 		_ = l.memory.Close() // never fails
 	}
 }
+
+// sharers is the number of instances that share the store, as last heard.
+func (s *store) sharers() int64 { return max(1, s.control.instances.Load()) }
 
 // localShare is the share of a limit that one of n instances decides by.
 type localShare struct {
@@ -58,7 +86,7 @@ func (l *limitNumbers) share(n int64) *limiters.Limit {
 // What is taken is in t. The answers are not to be learned as denials, which are
 // those of whole limits.
 func (a *attachment) decideLocally(v *verdict, asks []limiters.Ask, t *taken) {
-	n := max(1, a.store.control.instances.Load())
+	n := a.store.sharers()
 	results := t.admission.Results
 	var owed []limiters.Ask
 	var at []int // in results and v.limits, of each check of owed
@@ -77,7 +105,7 @@ func (a *attachment) decideLocally(v *verdict, asks []limiters.Ask, t *taken) {
 		}
 		owed = append(owed, limiters.Ask{Identity: ask.Identity, Checks: checks})
 	}
-	memory := a.store.local.store()
+	memory := a.store.local.store(n)
 	adm, _ := memory.Admit(context.Background(), owed) // never fails
 	t.local = func() { memory.Release(adm) }
 	t.admission.Allowed = adm.Allowed

@@ -197,12 +197,16 @@ func parseClientAddr(text string) (netip.Addr, error) {
 // inspected is what is known of an identity and a limit.
 type inspected struct {
 	limiters.Inspection                   // of the limit in force for the identity
+	Numbers             string            // of that limit, in words
 	Mode                control.Mode      // that switches demand
 	Override            *control.Override // nil: none
 }
 
 // inspect returns what the store holds of an identity, by all limits of a pool,
 // or of all pools if it has no name. It consumes nothing.
+//
+// With an error, which is why the store does not answer, it is what this instance
+// decides by alone meanwhile, or nil where it does not.
 func (o *operator) inspect(ctx context.Context, pool string, id limiters.Identity) ([]inspected, error) {
 	numbers, err := o.limits(pool)
 	if err != nil {
@@ -213,6 +217,7 @@ func (o *operator) inspect(ctx context.Context, pool string, id limiters.Identit
 	limits := make([]*limiters.Limit, len(numbers))
 	for i, n := range numbers {
 		limits[i] = inForce.numbers(n, id).limit
+		all[i].Numbers = numbersOf(limits[i])
 		all[i].Mode = inForce.mode(n.limit.Pool, n.limit.Kind.String(), n.limit.Name)
 		if inForce == nil {
 			continue
@@ -224,15 +229,38 @@ func (o *operator) inspect(ctx context.Context, pool string, id limiters.Identit
 		}
 	}
 	inspections, err := o.store.Inspect(ctx, id, limits)
+	if err != nil {
+		memory := o.store.local.made()
+		if memory == nil {
+			return nil, err
+		}
+		n := o.store.sharers()
+		shares := make([]*limiters.Limit, len(numbers))
+		for i := range numbers {
+			shares[i] = inForce.numbers(numbers[i], id).share(n)
+		}
+		inspections, _ = memory.Inspect(ctx, id, shares) // never fails
+		for i := range all {
+			if n > 1 {
+				all[i].Numbers = fmt.Sprintf("1/%d of %s", n, all[i].Numbers)
+			}
+		}
+	}
 	for i := range inspections {
 		all[i].Inspection = inspections[i]
 	}
 	return all, err
 }
 
+// errLocalReset is returned for a reset of what this instance decides by alone, which
+// the store knows nothing of.
+var errLocalReset = errors.New("what this instance decides by alone meanwhile is full, but nothing else")
+
 // reset fills the buckets of an identity up, by all limits of a pool or of all
 // pools, and with leases frees its concurrency slots, too. Slots of requests that
-// still run are taken again when their leases are renewed.
+// still run are taken again when their leases are renewed. What this instance
+// decides by alone while the store fails is filled up, too: if it fails now, no more
+// than that, and the error is errLocalReset.
 func (o *operator) reset(ctx context.Context, pool string, id limiters.Identity, leases bool, reason, actor string) (applied, error) {
 	numbers, err := o.limits(pool)
 	if err != nil {
@@ -244,11 +272,16 @@ func (o *operator) reset(ctx context.Context, pool string, id limiters.Identity,
 			limits = append(limits, n.limit)
 		}
 	}
-	if err := o.store.Reset(ctx, id, limits); err != nil {
+	local := o.store.local.reset(id, limits)
+	err = o.store.Reset(ctx, id, limits)
+	if err != nil && !local {
 		return applied{}, err
 	}
 	o.store.control.logger.Info("identity reset", zap.String("pool", cmp.Or(pool, "*")), zap.Stringer("identity", id),
-		zap.Bool("leases", leases), zap.String("reason", reason), zap.String("actor", actor))
+		zap.Bool("leases", leases), zap.String("reason", reason), zap.String("actor", actor), zap.NamedError("not_in_the_store", err))
+	if err != nil {
+		return applied{}, fmt.Errorf("%w: %w", errLocalReset, err)
+	}
 	return o.change(ctx, false, control.Change{Reset: id.String()})
 }
 

@@ -173,3 +173,39 @@ func TestRedis_BugInObserve(t *testing.T) {
 	}()
 	eventually(t, "the release", func() bool { return leasesOf(t, srv, "a", limit) == 0 })
 }
+
+// A dark limit that is full, as far as Redis has been told, makes nobody ask again
+// where others have allowed, and taken: they would take twice. Alone it is decided
+// anew, by all that has ended.
+func TestRedis_DarkDenialTakesOnce(t *testing.T) {
+	r := handRedis(t, redisAt(redistest.Start(t).Addr))
+	wide, narrow := concurrency(t, "slots", maxPiggyback+6, time.Hour), concurrency(t, "slots", 5, time.Hour)
+	steady := rate(t, "rate", 1, time.Hour, 10, 1)
+	cases := []struct {
+		who   string
+		other []*Limit
+		want  string
+	}{
+		{"a", []*Limit{steady}, "allowed 9 next 1h0m0s; denied 0"},
+		{"b", nil, "allowed 4"},
+	}
+	for _, c := range cases {
+		var ended []Admission
+		for range wide.Capacity {
+			adm, err := r.Admit(t.Context(), ask(c.who, wide))
+			if err != nil || !adm.Allowed {
+				t.Fatalf("got %+v, %v", adm, err)
+			}
+			ended = append(ended, adm)
+		}
+		for _, adm := range ended {
+			r.Release(adm) // more than one call can tell
+		}
+		asks := ask(c.who, append(c.other, narrow)...)
+		asks[0].Checks[len(c.other)].Dark = true
+		adm, err := r.Admit(t.Context(), asks)
+		if got := briefly(adm.Results); err != nil || got != c.want {
+			t.Errorf("beside %d others: got %s, %v; want %s", len(c.other), got, err, c.want)
+		}
+	}
+}

@@ -225,13 +225,17 @@ func (r *Redis) acknowledge(c *admitCall) {
 		return
 	}
 	r.leases.acknowledged(c.sent, c.ended)
-	denied, ends := false, uint32(0)
+	denied, refused, took, ends := false, false, false, uint32(0)
 	for i, check := range c.ask.Checks {
+		outcome := c.answer[2*i]
+		took = took || outcome == replyAllowed
+		refused = refused || outcome == replyDenied && !check.Dark
 		if l := check.Limit; l.Kind == Concurrency {
-			denied = denied || c.answer[2*i] == replyDenied
+			denied = denied || outcome == replyDenied
 			ends += r.leases.endsOf(l.stateKey(c.ask.Identity)).Load()
 		}
 	}
+	denied = denied && (refused || !took) // beside a dark denial something may be taken
 	if c.unfair = denied && c.more; denied && !c.more && ends != c.ends && c.overtaken < maxOvertaken {
 		c.unfair = true
 		c.overtaken++

@@ -85,28 +85,30 @@ func TestExactness_FindsMistakes(t *testing.T) {
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t, seed, 2)
-			key := c.key(w)
-			made := func() bool { return w.command("EVAL", c.mistake, 1, key) == int64(1) }
-			time.Sleep(time.Second)
-			for range c.times {
-				eventually(t, "a mistake", made)
-				time.Sleep(50 * time.Millisecond)
-			}
-			time.Sleep(1500 * time.Millisecond)
-			w.stop()
-			h := w.collect()
-			found := 0
-			for _, complaint := range h.Check() {
-				if !strings.HasPrefix(complaint, c.about) {
-					t.Errorf("a complaint about something else: %s", complaint)
+			// A machine that pauses can make a history blind, so one of a few must see.
+			for try := range uint64(5) {
+				w := newWorld(t, seed+try, 2)
+				key := c.key(w)
+				made := func() bool { return w.command("EVAL", c.mistake, 1, key) == int64(1) }
+				time.Sleep(time.Second)
+				for range c.times {
+					eventually(t, "a mistake", made)
+					time.Sleep(50 * time.Millisecond)
 				}
-				t.Log(complaint)
-				found++
+				time.Sleep(1500 * time.Millisecond)
+				w.stop()
+				complaints := w.collect().Check()
+				for _, complaint := range complaints {
+					if !strings.HasPrefix(complaint, c.about) {
+						t.Errorf("a complaint about something else: %s", complaint)
+					}
+					t.Log(complaint)
+				}
+				if len(complaints) > 0 {
+					return
+				}
 			}
-			if found == 0 {
-				t.Error("nobody has noticed")
-			}
+			t.Error("nobody has noticed")
 		})
 	}
 }

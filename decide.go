@@ -307,7 +307,7 @@ func (h *Handler) warnIfForwarded(r *http.Request) {
 	if err != nil || !peer.Addr().IsPrivate() && !peer.Addr().IsLoopback() || !h.warnForwarded.Swap(false) {
 		return
 	}
-	h.logger.Warn("a private peer sends X-Forwarded-For but no proxy is trusted, so all clients behind it count as one address; "+
+	h.log().Warn("a private peer sends X-Forwarded-For but no proxy is trusted, so all clients behind it count as one address; "+
 		"set trusted_proxies static private_ranges and trusted_proxies_strict in the global option servers",
 		zap.String("peer", peer.Addr().String()))
 }

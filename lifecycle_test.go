@@ -250,6 +250,18 @@ func TestComplaintsAfterCleanup(t *testing.T) {
 	}
 }
 
+// So would be the lines about what was decided of them.
+func TestDecisionsAfterCleanup(t *testing.T) {
+	core, decisions := observer.New(zap.DebugLevel)
+	h := (&Handler{Rate: []*RateLimit{{Requests: 5}}}).onStore(t, newShardedStore(t))
+	h.logger = zap.New(core)
+	h.serve(t)
+	h.ended.Store(true)
+	if status, said := h.serve(t); status != http.StatusOK || said != "allowed" || decisions.Len() != 1 {
+		t.Errorf("got %d, %s and %d lines in the log of the config, want 200, allowed and the one before its end", status, said, decisions.Len())
+	}
+}
+
 // slowStore is a store that takes its time to close.
 type slowStore struct {
 	failingStore

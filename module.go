@@ -339,7 +339,7 @@ func (h *Handler) judge(a *attachment, w http.ResponseWriter, r *http.Request, t
 				v.setRateLimitFields(w.Header())
 			}
 		}
-		if c := h.logger.Check(zap.DebugLevel, "decided"); c != nil {
+		if c := h.log().Check(zap.DebugLevel, "decided"); c != nil {
 			c.Write(zap.String("pool", h.Pool), zap.Stringer("outcome", v.outcome),
 				zap.Stringer("criticality", v.criticality), zap.Stringer("identity", v.identity))
 		}
@@ -421,15 +421,20 @@ func (h *Handler) caught(v *verdict, p any) {
 	})
 }
 
+// log returns where the handler logs to. The logs of a config that has ended are
+// closed: a file would be opened anew, for ever, or the line be lost.
+func (h *Handler) log() *zap.Logger {
+	if h.ended.Load() {
+		return caddy.Log().Named("http.handlers.stripe_ratelimit")
+	}
+	return h.logger
+}
+
 // complain logs what is wrong with the handler, at most once a second: it may be
 // so for every request.
 func (h *Handler) complain(message string, fields ...zap.Field) {
 	if more, ok := h.complaints.allow(time.Now()); ok {
-		logger := h.logger
-		if h.ended.Load() {
-			logger = caddy.Log().Named("http.handlers.stripe_ratelimit")
-		}
-		logger.Error(message, append(fields, zap.Int64("complaints_not_logged", more))...)
+		h.log().Error(message, append(fields, zap.Int64("complaints_not_logged", more))...)
 	}
 }
 

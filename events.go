@@ -89,7 +89,11 @@ func tellCaddy(told event) {
 	// Not with the context that the app was provisioned with: its last ancestor,
 	// which would be the event's origin, may be overwritten by that of another
 	// module (Caddy 2.11 shares the array).
-	app.events.Emit(caddy.ActiveContext(), told.name, told.data)
+	ctx := caddy.ActiveContext()
+	if ctx.Context == nil {
+		return // Caddy is about to stop: it forgets its context before its apps end
+	}
+	app.events.Emit(ctx, told.name, told.data)
 }
 
 func (e *events) watchLoop() {

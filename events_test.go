@@ -129,3 +129,12 @@ func TestEvents(t *testing.T) {
 	redis.Restart()
 	saw(t, "store_up "+redis.Addr+"- --")
 }
+
+// While Caddy stops it knows no context any more, but its apps still run.
+func TestTellCaddy_Stopping(t *testing.T) {
+	runningHandler(t, &ample)
+	if err := caddy.Stop(); err != nil {
+		t.Fatal(err)
+	}
+	tellCaddy(event{name: eventStoreUp}) // must not panic
+}

@@ -8,7 +8,6 @@ import (
 	"math"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/internal/safely"
@@ -16,6 +15,7 @@ import (
 
 const (
 	memoryShards = 64
+	spareSlots   = 8 // sets that a shard keeps for reuse
 
 	// DefaultMemoryBuckets bounds the buckets that a Memory keeps: some
 	// 200 MB at most.
@@ -36,7 +36,6 @@ const (
 type Memory struct {
 	shards [memoryShards]*memoryShard
 	start  time.Time
-	nextID atomic.Uint64
 
 	stop chan struct{}
 	done chan struct{}
@@ -47,7 +46,8 @@ type memoryShard struct {
 
 	mu      sync.Mutex // guards below
 	buckets map[stateKey]bucket
-	slots   map[stateKey]*slots
+	slots   map[stateKey]*slots // of requests in progress; few, so they stay in the cache
+	spare   []*slots            // for the next keys
 }
 
 // bucket is what Redis keeps as the string "level at".
@@ -91,6 +91,7 @@ func newMemoryShard(maxBuckets int) *memoryShard {
 		maxBuckets: maxBuckets,
 		buckets:    map[stateKey]bucket{},
 		slots:      map[stateKey]*slots{},
+		spare:      make([]*slots, 0, spareSlots),
 	}
 }
 
@@ -112,8 +113,8 @@ func (m *Memory) admitAt(now int64, asks []Ask) Admission {
 			m.Release(adm)
 		}
 	}()
+	id := uint64(now/1000) << leaseCounterBits // for its time: nobody asks for a lease by it
 	for _, ask := range asks {
-		id := leaseID(time.UnixMicro(now), 0, m.nextID.Add(1))
 		allowed := m.shard(ask.Identity).admit(now, ask, id, &adm)
 		adm.Allowed = adm.Allowed && allowed
 	}
@@ -304,8 +305,13 @@ func (s *memoryShard) leases(now int64, key stateKey) *slots {
 
 // newLeases makes the set of a key that has none; mu must be held.
 func (s *memoryShard) newLeases(key stateKey) *slots {
-	set := &slots{first: math.MaxInt64}
-	set.leases = set.one[:0]
+	var set *slots
+	if last := len(s.spare) - 1; last >= 0 {
+		set, s.spare = s.spare[last], s.spare[:last]
+	} else {
+		set = new(slots)
+	}
+	set.leases, set.first = set.one[:0], math.MaxInt64
 	s.slots[key] = set
 	return set
 }
@@ -314,8 +320,15 @@ func (s *memoryShard) newLeases(key stateKey) *slots {
 func (s *memoryShard) release(l *lease) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if l.set.has(l) {
-		l.set.remove(l)
+	if !l.set.has(l) {
+		return
+	}
+	l.set.remove(l)
+	if len(l.set.leases) == 0 {
+		delete(s.slots, l.key)
+		if len(s.spare) < spareSlots {
+			s.spare = append(s.spare, l.set)
+		}
 	}
 }
 
@@ -338,7 +351,7 @@ func (s *memoryShard) upkeep(now int64) {
 	s.sweep(now)
 	for key, set := range s.slots {
 		if len(set.leases) == 0 {
-			delete(s.slots, key) // not on release, because mostly it is needed again
+			delete(s.slots, key) // whose leases had ended
 			continue
 		}
 		set.first = math.MaxInt64

@@ -22,6 +22,9 @@ type Level float64
 //
 // and 0 for critical requests (and for any value that is no sheddable class).
 func (l Level) Probability(c Criticality) float64 {
+	if l <= 0 {
+		return 0
+	}
 	switch c {
 	case TestMode:
 		return clamp(3*float64(l), 0, 1)

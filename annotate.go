@@ -20,9 +20,7 @@ const verdictVar = "stripe_ratelimit.verdict"
 // used, since on most requests they are not, and follow the verdict that is
 // latest when a request passes several pools. One that rejects stays, though,
 // whatever the pools of handle_errors say of it.
-func (h *Handler) annotate(r *http.Request, repl *caddy.Replacer, v *verdict) {
-	ctx := r.Context()
-	vars := requestVars(r)
+func (h *Handler) annotate(r *http.Request, vars map[string]any, repl *caddy.Replacer, v *verdict) {
 	if first, ok := vars[verdictVar].(*verdict); ok {
 		last := first
 		for last.next != nil {
@@ -38,6 +36,7 @@ func (h *Handler) annotate(r *http.Request, repl *caddy.Replacer, v *verdict) {
 
 	// Without an access log nobody reads the fields, and setting them is the
 	// dearest part.
+	ctx := r.Context()
 	if server, ok := ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server); !ok || server == nil || server.Logs == nil {
 		return
 	}
@@ -46,8 +45,8 @@ func (h *Handler) annotate(r *http.Request, repl *caddy.Replacer, v *verdict) {
 	}
 }
 
-// requestVars returns the variables of a request: caddyhttp.GetVar and SetVar
-// would look for them once for each.
+// requestVars returns the variables of a request, nil if there are none. Each look
+// into a context goes through many.
 func requestVars(r *http.Request) map[string]any {
 	vars, _ := r.Context().Value(caddyhttp.VarsCtxKey).(map[string]any)
 	return vars

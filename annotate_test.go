@@ -54,7 +54,7 @@ func TestAnnotate(t *testing.T) {
 	for _, c := range cases {
 		r, repl := newRequest("GET", "/")
 		h := new(Handler)
-		h.annotate(r, repl, c.verdict)
+		h.annotate(r, requestVars(r), repl, c.verdict)
 		if c.verdict.rejects() {
 			// What is decided last is told, too.
 			if err := h.reject(httptest.NewRecorder(), r, c.verdict, 0); err != nil {
@@ -111,7 +111,7 @@ func TestAnnotate_RejectionStays(t *testing.T) {
 		{&verdict{outcome: outcomeShed, pool: "last"}, "last", "shed"}, // its answer is the one
 	}
 	for _, row := range rows {
-		new(Handler).annotate(r, repl, row.verdict)
+		new(Handler).annotate(r, requestVars(r), repl, row.verdict)
 		for name, want := range map[string]string{"pool": row.pool, "outcome": row.outcome} {
 			if got, _ := repl.Get(placeholderPrefix + name); got != want {
 				t.Errorf("after pool %s: %s is %v, want %s", row.verdict.pool, name, got, want)
@@ -124,7 +124,7 @@ func TestAnnotate_SeveralPools(t *testing.T) {
 	r, repl := newRequest("GET", "/")
 	first := &verdict{outcome: outcomeAllowed, pool: "edge"}
 	for i, v := range []*verdict{first, {outcome: outcomeAllowed, pool: "api"}, {outcome: outcomeExempt, pool: "errors"}} {
-		new(Handler).annotate(r, repl, v)
+		new(Handler).annotate(r, requestVars(r), repl, v)
 		checkAnnotations(t, v.pool, repl, first, map[string]any{"outcome": v.outcome.String(), "pool": v.pool})
 		if got := len(extraFields(r.Context().Value(caddyhttp.ExtraLogFieldsCtxKey))); got != 1 {
 			t.Errorf("after %d pools: got %d extra log fields, want 1", i+1, got)
@@ -148,26 +148,26 @@ func TestAnnotate_AccessLog(t *testing.T) {
 	extra := r.Context().Value(caddyhttp.ExtraLogFieldsCtxKey)
 
 	server.Logs = nil
-	new(Handler).annotate(r, repl, &verdict{})
+	new(Handler).annotate(r, requestVars(r), repl, &verdict{})
 	if got := extraFields(extra); got != nil {
 		t.Errorf("without access log: got fields %v, want none", got)
 	}
 
 	r, repl = newRequest("GET", "/")
 	extra = r.Context().Value(caddyhttp.ExtraLogFieldsCtxKey)
-	new(Handler).annotate(r, repl, &verdict{})
+	new(Handler).annotate(r, requestVars(r), repl, &verdict{})
 	if got := extraFields(extra); len(got) != 1 || got[0] != zapcore.InlineMarshalerType {
 		t.Errorf("with access log: got fields %v, want an inline one", got)
 	}
 
 	// In a test of somebody's own chain there is no server.
 	bare := httptest.NewRequest("GET", "/", nil)
-	new(Handler).annotate(bare, repl, &verdict{})
+	new(Handler).annotate(bare, requestVars(bare), repl, &verdict{})
 }
 
 func TestAnnotate_OtherPlaceholders(t *testing.T) {
 	r, repl := newRequest("GET", "/")
-	new(Handler).annotate(r, repl, &verdict{})
+	new(Handler).annotate(r, requestVars(r), repl, &verdict{})
 	for _, key := range []string{"http.stripe_ratelimit.", "http.stripe_ratelimit.key", "http.stripe_ratelimit", "stripe_ratelimit.outcome"} {
 		if value, known := repl.Get(key); known {
 			t.Errorf("{%s}: got %v, want it to stay unknown", key, value)

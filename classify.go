@@ -140,7 +140,7 @@ func (s keySource) values(values []string, r *http.Request, repl *caddy.Replacer
 // `Authorization: Bearer`, the user of `Basic`, or X-API-Key; empty if there is
 // none. It is not verified and can be anything.
 func apiKey(r *http.Request) string {
-	authorization := strings.TrimSpace(r.Header.Get("Authorization"))
+	authorization := strings.TrimSpace(firstValue(r, "Authorization"))
 	if i := strings.IndexAny(authorization, " \t"); i > 0 {
 		scheme, credentials := authorization[:i], strings.TrimSpace(authorization[i:])
 		switch {
@@ -152,7 +152,15 @@ func apiKey(r *http.Request) string {
 			}
 		}
 	}
-	return strings.TrimSpace(r.Header.Get("X-Api-Key"))
+	return strings.TrimSpace(firstValue(r, "X-Api-Key"))
+}
+
+// firstValue is Header.Get for a name that is canonical already.
+func firstValue(r *http.Request, name string) string {
+	if values := r.Header[name]; len(values) > 0 {
+		return values[0]
+	}
+	return ""
 }
 
 // basicUser returns the user in the credentials of Basic authentication. Like

@@ -153,7 +153,7 @@ func (h *Handler) decide(a *attachment, r *http.Request, repl *caddy.Replacer, v
 	asks := v.asks()
 
 	// A client that floods is turned away before it can take what others need.
-	now := time.Now()
+	now := monotonic()
 	if denied, ok := a.store.denials.Denied(now, asks); ok {
 		h.read(a, v, denied, nil)
 		return
@@ -190,6 +190,13 @@ func (h *Handler) decide(a *attachment, r *http.Request, repl *caddy.Replacer, v
 		h.giveBack(a, t) // at once, and not when the answer is written
 	}
 }
+
+// start is when monotonic began.
+var start = time.Now()
+
+// monotonic is time.Now at half its cost: it reads one clock of two, and its wall
+// clock never steps.
+func monotonic() time.Time { return start.Add(time.Since(start)) }
 
 // applicable collects the limits that apply to a request.
 func (h *Handler) applicable(a *attachment, r *http.Request, repl *caddy.Replacer, key string, v *verdict) error {

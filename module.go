@@ -287,7 +287,8 @@ func (h *Handler) Cleanup() error {
 
 // ServeHTTP applies the limits to a request.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
-	if first, _ := requestVars(r)[verdictVar].(*verdict); first.of(h.Pool) {
+	vars := requestVars(r)
+	if first, _ := vars[verdictVar].(*verdict); first.of(h.Pool) {
 		return next.ServeHTTP(w, r)
 	}
 
@@ -298,7 +299,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	defer a.leave()
 
 	var t taken
-	v := h.judge(a, w, r, &t)
+	v := h.judge(a, w, r, vars, &t)
 	defer h.giveBack(a, &t)
 	if v.rejects() {
 		if ended, err := h.answer(a, w, r, v); ended {
@@ -327,12 +328,12 @@ func (h *Handler) attachment() (a *attachment) {
 
 // judge decides about a request and says so to it, to metrics and to the log. A
 // bug in here lets the request pass.
-func (h *Handler) judge(a *attachment, w http.ResponseWriter, r *http.Request, t *taken) *verdict {
+func (h *Handler) judge(a *attachment, w http.ResponseWriter, r *http.Request, vars map[string]any, t *taken) *verdict {
 	v := &verdict{outcome: outcomeAllowed, pool: h.Pool}
 	repl, _ := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
 	h.guard(v, func() { h.decide(a, r, repl, v, t) })
 	h.guard(v, func() {
-		h.annotate(r, repl, v)
+		h.annotate(r, vars, repl, v)
 		if !v.rejects() { // else Retry-After is not known yet
 			v.trace(r)
 			if h.RateLimitHeaders == nil || *h.RateLimitHeaders {

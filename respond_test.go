@@ -517,7 +517,7 @@ func BenchmarkAllowed(b *testing.B) {
 		delete(vars, verdictVar)
 		clear(header)
 		v := &verdict{outcome: outcomeAllowed, limits: limits}
-		h.annotate(r, repl, v)
+		h.annotate(r, requestVars(r), repl, v)
 		v.setRateLimitFields(header)
 	}
 }

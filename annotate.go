@@ -120,7 +120,7 @@ func (v *verdict) annotation(name string) (any, bool) {
 		if v.denied != nil {
 			return v.denied.limit.Kind.String(), true
 		}
-		return v.shedBy, true
+		return v.shedBy.String(), true
 	case "limit":
 		if v.denied != nil {
 			return v.denied.limit.Name, true
@@ -143,7 +143,7 @@ func (v *verdict) annotation(name string) (any, bool) {
 		if v.wouldReject != nil {
 			return v.wouldReject.limit.Kind.String() + "/" + v.wouldReject.limit.Name, true
 		}
-		return v.wouldShed, true
+		return v.wouldShed.String(), true
 	default:
 		return nil, false
 	}

@@ -41,6 +41,21 @@ type keySource struct {
 	placeholders []string // the names in a text; none for the other sources
 }
 
+// senderKind is what messages call who sent a request.
+type senderKind uint8
+
+const (
+	senderUnknown senderKind = iota
+	senderAPIKey
+	senderClientAddress
+	senderIdentity
+)
+
+var senderKinds = [...]string{"", "API key", "client address", "identity"}
+
+// String implements fmt.Stringer.
+func (s senderKind) String() string { return senderKinds[s] }
+
 // parseSources reads the arguments of `key`. It fails on a bare word other than
 // api_key and client_ip, on a text whose braces do not pair, and on a source
 // that is given twice.
@@ -93,27 +108,27 @@ func placeholderNames(text string) []string {
 // the request, and what messages call it; the zero Identity if all are empty.
 // key is the request's apiKey. Client addresses count as one within ipv6Prefix
 // bits.
-func (s keySources) identify(r *http.Request, repl *caddy.Replacer, key string, h *hasher, ipv6Prefix int) (limiters.Identity, string) {
+func (s keySources) identify(r *http.Request, repl *caddy.Replacer, key string, h *hasher, ipv6Prefix int) (limiters.Identity, senderKind) {
 	for _, source := range s {
 		switch source.word {
 		case sourceAPIKey:
 			if key != "" {
-				return h.identity(sourceAPIKey, key), "API key"
+				return h.identity(sourceAPIKey, key), senderAPIKey
 			}
 		case sourceClientIP:
 			if addr := clientAddr(r, ipv6Prefix); addr.IsValid() {
 				var text [48]byte
-				return h.identity(sourceClientIP, string(addr.AppendTo(text[:0]))), "client address"
+				return h.identity(sourceClientIP, string(addr.AppendTo(text[:0]))), senderClientAddress
 			}
 		default:
 			var array [4]string
 			values := source.values(array[:0], r, repl, ipv6Prefix)
 			if len(values) > 0 {
-				return h.identity(source.word, values...), "identity"
+				return h.identity(source.word, values...), senderIdentity
 			}
 		}
 	}
-	return limiters.Identity{}, ""
+	return limiters.Identity{}, senderUnknown
 }
 
 // values appends the values of the placeholders; none if one of them is empty.

@@ -181,7 +181,8 @@ func TestIdentify(t *testing.T) {
 			t.Fatal(err)
 		}
 		r, repl := newRequest("GET", "/?q=one&z=", headers...)
-		return sources.identify(r, repl, apiKey(r), h, 64)
+		id, sender := sources.identify(r, repl, apiKey(r), h, 64)
+		return id, sender.String()
 	}
 	both := []string{"api_key", "client_ip"}
 	user := []string{"{http.request.header.User}"}
@@ -297,7 +298,7 @@ func TestIdentify_ClientAddresses(t *testing.T) {
 	for _, address := range []any{"", "@", "unix", nil, 7} {
 		r, repl := newRequest("GET", "/")
 		caddyhttp.SetVar(r.Context(), caddyhttp.ClientIPVarKey, address)
-		if id, source := alone.identify(r, repl, "", h, 64); !id.IsZero() || source != "" {
+		if id, source := alone.identify(r, repl, "", h, 64); !id.IsZero() || source != senderUnknown {
 			t.Errorf("client_ip %v: got %v %q, want none", address, id, source)
 		}
 	}

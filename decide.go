@@ -203,11 +203,11 @@ func (h *Handler) applicable(a *attachment, r *http.Request, repl *caddy.Replace
 	v.limits = v.few[:0]
 	inForce := a.store.control.inForce()
 	for i, g := range h.groups {
-		id, source := g.sources.identify(r, repl, key, h.app.hasher, h.IPv6Prefix)
+		id, sender := g.sources.identify(r, repl, key, h.app.hasher, h.IPv6Prefix)
 		if i == 0 {
 			v.identity = id
 		}
-		if source == "client address" {
+		if sender == senderClientAddress {
 			h.warnIfForwarded(r)
 		}
 		for _, n := range g.limits {
@@ -241,7 +241,8 @@ func (h *Handler) applicable(a *attachment, r *http.Request, repl *caddy.Replace
 				numbers = inForce.numbers(numbers, id)
 			}
 			v.limits = append(v.limits, limitVerdict{
-				limitNumbers: numbers, index: int32(n), identity: id, source: source, endpoint: l.endpoint(), dark: dark,
+				limitNumbers: numbers, index: int32(n), identity: id, sender: sender, endpoint: l.endpoint(), dark: dark,
+				result: &unanswered,
 			})
 		}
 	}
@@ -289,7 +290,7 @@ func (h *Handler) read(a *attachment, v *verdict, adm limiters.Admission, failed
 	}
 	for i := range v.limits {
 		l := &v.limits[i]
-		l.result = adm.Results[i]
+		l.result = &adm.Results[i]
 		if l.result.Outcome == limiters.Unknown && failed == nil {
 			continue // another limit's denial was remembered, so nobody asked
 		}

@@ -41,9 +41,14 @@ func (o outcome) String() string { return outcomes[o] }
 // annotate has seen it, it must not be reused for another request.
 type verdict struct {
 	outcome     outcome
-	pool        string
 	criticality shedding.Criticality // zero if the request was not classified
-	identity    limiters.Identity    // of the handler's key; zero if there is none
+	shedBy      shedder              // that gave the request up
+	wouldShed   shedder              // the dark one that would have
+	closed      bool                 // on_store_error closed turned the store error into a 503
+	begun       bool                 // the answer has begun to be written
+	retryAfter  int                  // seconds, on rejections: what Retry-After says; reject sets it
+	pool        string
+	identity    limiters.Identity // of the handler's key; zero if there is none
 
 	// The enforced limit that denied: the one with the longest wait; rate
 	// before concurrency.
@@ -55,15 +60,7 @@ type verdict struct {
 	// Every limit that applied, grouped by identity.
 	limits []limitVerdict
 
-	// The shedder that gave the request up, fleet or workers, the level of the
-	// workers at that time, and the dark one that would have.
-	shedBy    string
-	level     shedding.Level
-	wouldShed string
-
-	retryAfter int  // seconds, on rejections: what Retry-After says; reject sets it
-	closed     bool // on_store_error closed turned the store error into a 503
-	begun      bool // the answer has begun to be written
+	level shedding.Level // of the workers, when a shedder gave the request up
 
 	next *verdict // of the next pool on the request's way; see annotate
 
@@ -74,17 +71,33 @@ type verdict struct {
 	fields    [2]string // values of RateLimit and RateLimit-Policy
 }
 
+// shedder tells the two apart.
+type shedder uint8
+
+const (
+	noShedder shedder = iota
+	fleetShedder
+	workersShedder
+)
+
+var shedderWords = [...]string{"", "fleet", "workers"}
+
+// String implements fmt.Stringer: the word of config, metrics and placeholders.
+func (s shedder) String() string { return shedderWords[s] }
+
 // limitVerdict is what one limit said.
 type limitVerdict struct {
 	*limitNumbers
 	identity limiters.Identity
-	source   string // key source word for messages: "API key", "client address", "identity"
-	index    int32  // in Handler.limits
-	endpoint bool   // the limit has matchers
-	dark     bool   // it only counts
-	local    bool   // the store failed, and this instance decided alone
-	result   limiters.Result
+	index    int32            // in Handler.limits
+	sender   senderKind       // what messages call the identity
+	endpoint bool             // the limit has matchers
+	dark     bool             // it only counts
+	local    bool             // the store failed, and this instance decided alone
+	result   *limiters.Result // within those of the Admission; unanswered before there are any
 }
+
+var unanswered limiters.Result
 
 // shown reports whether the RateLimit fields tell of the limit.
 func (l *limitVerdict) shown() bool { return !l.dark && l.result.Outcome != limiters.Unknown }
@@ -253,7 +266,7 @@ func (h *Handler) deny(header *fields, v *verdict, u float64) apiError {
 	}
 	return apiError{
 		status: http.StatusTooManyRequests, kind: "invalid_request_error", code: codeRateLimit,
-		message: [6]string{denied.words.exceeded, denied.source, denied.words.named},
+		message: [6]string{denied.words.exceeded, denied.sender.String(), denied.words.named},
 	}
 }
 

@@ -48,7 +48,7 @@ func said(t testing.TB, name, numbers string, result limiters.Result) limitVerdi
 	if err != nil {
 		t.Fatal(err)
 	}
-	return limitVerdict{limitNumbers: newLimitNumbers(l), source: "API key", result: result}
+	return limitVerdict{limitNumbers: newLimitNumbers(l), sender: senderAPIKey, result: &result}
 }
 
 // deniedBy returns the verdict of a request that its first limit denied.
@@ -81,8 +81,8 @@ func TestReject(t *testing.T) {
 		l.endpoint = true
 		return l
 	}
-	from := func(source string, l limitVerdict) limitVerdict {
-		l.source = source
+	from := func(sender senderKind, l limitVerdict) limitVerdict {
+		l.sender = sender
 		return l
 	}
 	cases := []struct {
@@ -107,7 +107,7 @@ func TestReject(t *testing.T) {
 		{
 			name:    "a rate with everything",
 			handler: &Handler{ShouldRetry: "auto", DocURL: "https://docs.example/limits?a=1&b=\"<é>"},
-			verdict: deniedBy(endpoint(from("client address", said(t, "search", "5/10s burst 5 cost 1", limitDenied(0, time.Second, time.Second)))), said(t, "rate", rate, limitAllowed(499, 5*time.Millisecond))),
+			verdict: deniedBy(endpoint(from(senderClientAddress, said(t, "search", "5/10s burst 5 cost 1", limitDenied(0, time.Second, time.Second)))), said(t, "rate", rate, limitAllowed(499, 5*time.Millisecond))),
 			u:       0.99,
 			status:  429,
 			header: "Ratelimit: \"search\";r=0;t=1, \"rate\";r=499\n" +
@@ -120,7 +120,7 @@ func TestReject(t *testing.T) {
 		{
 			name:    "a longer wait is no matter for automatic retries",
 			handler: &Handler{ShouldRetry: "auto"},
-			verdict: deniedBy(from("identity", said(t, "rate", "1000/1h burst 1000 cost 1", limitDenied(0, 1001*time.Millisecond, 1001*time.Millisecond)))),
+			verdict: deniedBy(from(senderIdentity, said(t, "rate", "1000/1h burst 1000 cost 1", limitDenied(0, 1001*time.Millisecond, 1001*time.Millisecond)))),
 			status:  429,
 			header: "Ratelimit: \"rate\";r=0;t=2\n" +
 				"Ratelimit-Policy: \"rate\";q=1000;w=3600\n" +
@@ -290,7 +290,7 @@ func TestReject_AfterOtherPools(t *testing.T) {
 	}{
 		{"denied", deniedBy(limit), []string{`"edge";r=3, "other";r=1`, `"rate";r=0;t=1`}},
 		{"closed", &verdict{outcome: outcomeStoreError, closed: true}, nil},
-		{"shed", &verdict{outcome: outcomeShed, shedBy: "fleet"}, nil},
+		{"shed", &verdict{outcome: outcomeShed, shedBy: fleetShedder}, nil},
 	}
 	for _, c := range cases {
 		r, _ := newRequest("GET", "/")

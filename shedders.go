@@ -366,7 +366,7 @@ func (h *Handler) shed(a *attachment, modes *shedderModes, ctx *context.Context,
 		w, dark := modes.workers, isDark(mode, v.identity)
 		would := a.pool.workers.Shed(v.criticality, rand.Float64())
 		w.metrics.decision(dark, would)
-		if would && v.shed(a, "workers", dark) {
+		if would && v.shed(a, workersShedder, dark) {
 			return true, cancel
 		}
 	}
@@ -395,17 +395,17 @@ func (h *Handler) shed(a *attachment, modes *shedderModes, ctx *context.Context,
 		return false, cancel
 	}
 	f.metrics.decision(dark, !got)
-	return !got && v.shed(a, "fleet", dark), cancel
+	return !got && v.shed(a, fleetShedder, dark), cancel
 }
 
 // shed notes that a shedder gives the request up, and reports whether that is
 // enforced.
-func (v *verdict) shed(a *attachment, kind string, dark bool) bool {
+func (v *verdict) shed(a *attachment, by shedder, dark bool) bool {
 	if dark {
-		v.wouldShed = kind
+		v.wouldShed = by
 		return false
 	}
-	v.outcome, v.shedBy, v.level = outcomeShed, kind, a.pool.workers.Level()
+	v.outcome, v.shedBy, v.level = outcomeShed, by, a.pool.workers.Level()
 	return true
 }
 

@@ -240,7 +240,7 @@ func TestOverloadedResponse(t *testing.T) {
 		h := &Handler{ShouldRetry: c.shouldRetry}
 		w := httptest.NewRecorder()
 		r := caddyhttp.PrepareRequest(httptest.NewRequest(http.MethodGet, "/", nil), caddy.NewReplacer(), w, nil)
-		v := &verdict{outcome: outcomeShed, shedBy: "workers", criticality: c.criticality, level: c.level}
+		v := &verdict{outcome: outcomeShed, shedBy: workersShedder, criticality: c.criticality, level: c.level}
 		if err := h.reject(w, r, v, c.u); err != nil {
 			t.Fatal(err)
 		}

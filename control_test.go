@@ -35,8 +35,8 @@ type instance struct {
 
 // How soon a change is in force everywhere depends on the number of instances.
 func TestController_Soon(t *testing.T) {
-	c := newController(nil, limiters.NewDenials(), "place", "secret", nil)
 	for beat, want := range map[time.Duration]string{0: "half a second", 250: "half a second", 252: "1s", 500: "1s", 4000: "8s", 4004: "9s"} {
+		c := newController(nil, limiters.NewDenials(), "place", "secret", nil)
 		if beat > 0 {
 			c.beat.Store(int64(beat * time.Millisecond))
 		}

@@ -65,6 +65,7 @@ type leaseTable struct {
 	mu     sync.Mutex // guards below and the marked fields of lease
 	held   map[*lease]struct{}
 	ended  map[stateKey]*ended
+	spare  []*ended // which are used again, up to its capacity
 	nEnded int
 	queue  []*lease // ended, to be released at once
 	turn   int      // where claim begins
@@ -79,6 +80,7 @@ func newLeaseTable(longest time.Duration) *leaseTable {
 		longest: longest,
 		held:    map[*lease]struct{}{},
 		ended:   map[stateKey]*ended{},
+		spare:   make([]*ended, 0, maxPipeline),
 		wake:    make(chan struct{}, 1),
 	}
 }
@@ -117,7 +119,11 @@ func (t *leaseTable) end(now time.Time, unsure bool, leases ...*lease) {
 		t.nEnded++
 		e := t.ended[l.key]
 		if e == nil {
-			e = &ended{}
+			if n := len(t.spare); n > 0 {
+				e, t.spare = t.spare[n-1], t.spare[:n-1]
+			} else {
+				e = new(ended)
+			}
 			e.leases = e.room[:0]
 			t.ended[l.key] = e
 		}
@@ -227,6 +233,9 @@ func (t *leaseTable) forgetLocked(l *lease) {
 	e.leases[last] = nil
 	if e.leases = e.leases[:last]; last == 0 {
 		delete(t.ended, l.key)
+		if e.leases = nil; len(t.spare) < cap(t.spare) {
+			t.spare = append(t.spare, e)
+		}
 	}
 }
 

@@ -244,9 +244,9 @@ func (o *outbox) carry(client *redis.Client, l *pipeline) {
 	for _, a := range l.admits {
 		switch err := a.Err(); {
 		case bug != nil:
-		case redis.HasErrorPrefix(err, "CROSSSLOT"):
-			o.apart = true
-		case err == nil && len(a.Val()) > 0:
+		case err != nil:
+			o.apart = o.apart || redis.HasErrorPrefix(err, "CROSSSLOT")
+		case len(a.Val()) > 0:
 			o.clock.learn(l.sent, now, a.Val()[0])
 		}
 	}

@@ -183,9 +183,8 @@ func (c *admitCall) read(sent time.Time, reply []int64, err error) {
 	n := 2 * len(c.ask.Checks)
 	c.sent, c.answer, c.err = sent, nil, err
 	switch {
-	case redis.HasErrorPrefix(err, "NOSCRIPT"):
-		c.whole = true
 	case err != nil:
+		c.whole = c.whole || redis.HasErrorPrefix(err, "NOSCRIPT")
 	case len(reply) != 1+n*len(c.command.calls):
 		c.err = errShape
 	default:
@@ -206,8 +205,13 @@ func (c *admitCall) read(sent time.Time, reply []int64, err error) {
 // which has never answered is so far in the past that its first call always comes
 // late.
 func (c *admitCall) again() bool {
-	return c.err == errLate || redis.HasErrorPrefix(c.err, "NOSCRIPT") ||
-		redis.HasErrorPrefix(c.err, "CROSSSLOT") && len(c.command.calls) > 1
+	switch {
+	case c.err == nil, c.err == errLate:
+		return c.err != nil
+	case redis.HasErrorPrefix(c.err, "CROSSSLOT"):
+		return len(c.command.calls) > 1
+	}
+	return redis.HasErrorPrefix(c.err, "NOSCRIPT")
 }
 
 func bit(b bool) int {

@@ -115,6 +115,8 @@ func (r *Redis) release(ctx context.Context, now time.Time, leases []*lease) (so
 		batches  [][]*lease
 	}
 	byNode := map[target]*releases{}
+	room := make([]any, 0, 3*len(leases)) // for the arguments of all
+	made := make([]command, 0, len(leases))
 	for len(leases) > 0 {
 		n := 1
 		for n < min(len(leases), batchSize) && leases[n].key == leases[0].key {
@@ -139,11 +141,13 @@ func (r *Redis) release(ctx context.Context, now time.Time, leases []*lease) (so
 			node = &releases{}
 			byNode[to] = node
 		}
-		args := append(make([]any, 0, 2+len(batch)), "zrem", key)
+		args := append(room[len(room):], "zrem", key)
 		for _, l := range batch {
 			args = append(args, &l.name)
 		}
-		node.commands = append(node.commands, &command{Cmder: redis.NewIntCmd(ctx, args...)})
+		room = room[:len(room)+len(args)]
+		made = append(made, command{Cmder: redis.NewIntCmd(ctx, args...)})
+		node.commands = append(node.commands, &made[len(made)-1])
 		node.batches = append(node.batches, batch)
 	}
 	var wg sync.WaitGroup

@@ -221,10 +221,17 @@ func (r *Redis) noteCommands(n *node, began, received time.Time, commands ...*co
 // note takes down how a node has dealt with a call about a key, if it has one, and
 // begins to probe it if that opens its breaker.
 func (r *Redis) note(n *node, began, received time.Time, key string, failed error) {
-	if failed != nil && key != "" {
+	opens := n.breaker.note(began.Sub(r.base), received.Sub(r.base), failed != nil)
+	if failed != nil {
+		r.noteFailure(n, key, failed, opens)
+	}
+}
+
+func (r *Redis) noteFailure(n *node, key string, failed error, opens bool) {
+	if key != "" {
 		n.lastKey.Store(&key)
 	}
-	if n.breaker.note(began.Sub(r.base), received.Sub(r.base), failed != nil) {
+	if opens {
 		r.background(func() { r.heal(n, failed) })
 	}
 }

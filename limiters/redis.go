@@ -206,18 +206,19 @@ type fewCalls struct {
 	todo  [1]*admitCall
 }
 
-// appendLeaseName appends the name of the leases of one admission, to which each
-// adds its length in us: so it stands in Redis, as the member of a sorted set.
-func (r *Redis) appendLeaseName(b []byte, id uint64) []byte {
+// appendMember appends the name of a lease, which is a member of a sorted set in
+// Redis: who took it, the id of the admission, and its length in us.
+func (r *Redis) appendMember(b []byte, id uint64, length time.Duration) []byte {
 	b = append(append(b, r.instance...), ':')
-	return append(strconv.AppendUint(b, id, 36), ':')
+	b = append(strconv.AppendUint(b, id, 36), ':')
+	return strconv.AppendInt(b, length.Microseconds(), 10)
 }
 
 // render makes the texts of a lease, unless it has them.
 func (r *Redis) render(l *lease) {
 	if l.name == "" {
 		var room [64]byte
-		l.name = string(strconv.AppendInt(r.appendLeaseName(room[:0], l.id), l.length.Microseconds(), 10))
+		l.name = string(r.appendMember(room[:0], l.id, l.length))
 		l.redisKey = l.key.redis(r.prefix)
 	}
 }

@@ -7,7 +7,6 @@ import (
 	"encoding/hex"
 	"fmt"
 	"slices"
-	"strconv"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -39,8 +38,7 @@ type admitCall struct {
 
 	// What is sent: parts of one string.
 	keys    []string
-	name    string   // of the leases to take
-	members []string // that they become, one for each concurrency limit
+	members []string // the leases to take, one for each concurrency limit
 	ended   []*lease // to be released on the way,
 	counts  []int    // so many for each concurrency limit
 
@@ -74,7 +72,7 @@ func (r *Redis) prepare(c *admitCall, now time.Time, ask Ask) {
 
 	var room [512]byte
 	var marks [8]int
-	text, ends, name := room[:0], marks[:0], 0
+	text, ends := room[:0], marks[:0]
 	for _, check := range ask.Checks {
 		text = check.Limit.keys.append(text, r.prefix, digits[:])
 		ends = append(ends, len(text))
@@ -86,10 +84,7 @@ func (r *Redis) prepare(c *admitCall, now time.Time, ask Ask) {
 		if c.id == 0 {
 			c.id = leaseID(now, time.Duration(r.ahead.Load()), r.nextID.Add(1))
 		}
-		begin := len(text)
-		text = r.appendLeaseName(text, c.id)
-		name = len(text) - begin
-		text = strconv.AppendInt(text, check.Limit.Lease.Microseconds(), 10)
+		text = r.appendMember(text, c.id, check.Limit.Lease)
 		ends = append(ends, len(text))
 	}
 
@@ -98,7 +93,7 @@ func (r *Redis) prepare(c *admitCall, now time.Time, ask Ask) {
 		if part := whole[begin:end]; i < len(ask.Checks) {
 			c.keys = append(c.keys, part)
 		} else {
-			c.members, c.name = append(c.members, part), part[:name]
+			c.members = append(c.members, part)
 		}
 		begin = end
 	}
@@ -163,10 +158,10 @@ func (a *admitCommand) compose(ctx context.Context, room []any) []any {
 	}
 	args[argFirstKey+a.numbers[0]+1] = buckets
 	for _, c := range a.calls {
-		args = append(args, &c.deadline, &c.name)
+		args = append(args, &c.deadline)
 		ended := c.ended
-		for _, n := range c.counts {
-			args = append(args, n)
+		for i, n := range c.counts {
+			args = append(args, &c.members[i], n)
 			for _, l := range ended[:n] {
 				args = append(args, &l.name)
 			}

@@ -288,7 +288,7 @@ var probeArgs = func() []any {
 	if err != nil {
 		panic(err)
 	}
-	return append(append([]any{1, 1}, l.args...), 0, int64(maxExact), "")
+	return append(append([]any{1, 1}, l.args...), 0, int64(maxExact))
 }()
 
 // probe does on a node what requests do, as fast as they want it done: a script

@@ -46,7 +46,8 @@ func named(names []string, values *[]any) map[string]any {
 func TestAdmitScript_Header(t *testing.T) {
 	srv := redistest.Start(t)
 	r := handRedis(t, redisAt(srv.Addr))
-	argv, bucket, slot, asks := names(t, lua.Admit, "ARGV"), names(t, lua.Admit, "bucket"), names(t, lua.Admit, "slot"), names(t, lua.Admit, "ask")
+	argv, bucket, slot := names(t, lua.Admit, "ARGV"), names(t, lua.Admit, "bucket"), names(t, lua.Admit, "slot")
+	asks, turn := names(t, lua.Admit, "ask"), names(t, lua.Admit, "turn")
 	reply, answer := names(t, lua.Admit, "reply"), names(t, lua.Admit, "answer")
 	second := rate(t, "second", 5, time.Second, 7, 2)
 	day := rate(t, "day", 9, 24*time.Hour, 9, 1)
@@ -78,23 +79,25 @@ func TestAdmitScript_Header(t *testing.T) {
 			}
 		}
 		rest := args[argFirstKey+6:]
-		sent := []map[string]any{named(argv, &rest), named(bucket, &rest), named(bucket, &rest), named(slot, &rest), named(asks, &rest), named(asks, &rest)}
+		sent := []map[string]any{named(argv, &rest), named(bucket, &rest), named(bucket, &rest), named(slot, &rest)}
+		for range calls {
+			sent = append(sent, named(asks, &rest), named(turn, &rest))
+		}
 		want := []map[string]any{
 			{"identities": 2, "buckets": 2},
 			{"refill": int64(5), "capacity": int64(7e6), "cost": int64(2e6), "tick": int64(1), "dark": 0},
 			{"refill": int64(9), "capacity": int64(9 * 86400e3), "cost": int64(86400e3), "tick": int64(1000), "dark": 1},
 			{"capacity": int64(2), "lease": int64(10e6), "dark": 1},
-			{"deadline": int64(maxExact), "id": calls[0].name, "ended": 0},
-			{"deadline": int64(maxExact), "id": calls[1].name, "ended": leases},
+			{"deadline": int64(maxExact)},
+			{"member": r.member(&lease{id: calls[0].id, length: two.Lease}), "ended": 0},
+			{"deadline": int64(maxExact)},
+			{"member": r.member(&lease{id: calls[1].id, length: two.Lease}), "ended": leases},
 		}
 		if diff := cmp.Diff(want, sent); diff != "" {
 			t.Errorf("arguments (-header +sent):\n%s", diff)
 		}
 		if len(rest) != leases {
 			t.Errorf("%d arguments are left, want the %d leases that have ended", len(rest), leases)
-		}
-		if want := r.member(&lease{key: two.stateKey(id("b")), id: calls[1].id, length: two.Lease}); calls[1].members[0] != want || want != calls[1].name+"10000000" {
-			t.Errorf("the lease to take: got %q of %q, want %q", calls[1].members[0], calls[1].name, want)
 		}
 		for _, c := range calls {
 			c.read(time.Now(), got, nil)
@@ -120,7 +123,7 @@ func TestAdmitScript_EachForItself(t *testing.T) {
 	calls := r.calls(time.Now(), checks, id(who[0]), id(who[1]), id(who[2]), id(who[3]), id(who[4]))
 	args := compose(t, maxExact, calls...)
 	for i, arg := range args {
-		if arg == calls[2].name {
+		if arg == calls[2].members[0] {
 			args[i-1] = 1 // the deadline
 		}
 	}

@@ -20,9 +20,9 @@
 --   slot[3] dark         1 or 0
 -- for each identity:
 --   ask[1] deadline      us of server time; from then on nothing is decided
---   ask[2] id            of the leases to take, to be followed by their length in us
---   ask[3] ended         for each concurrency limit: how many leases of its key follow
---                        that have ended, and these
+--   for each concurrency limit:
+--     turn[1] member     the lease to take, whose name ends with its length in us
+--     turn[2] ended      how many leases of its key follow that have ended
 -- Returns integers:
 --   reply[1] now         us
 -- then for each identity and each of its keys:
@@ -31,7 +31,10 @@
 --   answer[2] level      units left, or leases live, after this request
 
 -- Half of its time is not that of the commands: a string in arithmetic is a number
--- without a call of tonumber, and a table that grows costs as much as a command.
+-- without a call of tonumber, a table that grows costs as much as a command, and a
+-- number that is an argument of one is written with 17 digits first, so those which
+-- all identities have in common are written once.
+local KEYS, ARGV = KEYS, ARGV
 local call, try, floor, fmod, match, format = redis.call, redis.pcall, math.floor, math.fmod, string.match, string.format
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2] -- us
@@ -40,26 +43,28 @@ local limits = #KEYS / ARGV[1] -- of an identity
 
 local refill, capacity, cost, tick, dark = {nil}, {nil, nil}, {nil}, {nil}, {nil, nil} -- room for what is usual
 local clock, lease = {nil}, {nil, nil}
+local at, ends, from = {nil}, {nil, nil}, format('%.0f', now) -- as texts
 local arg = 3
 for i = 1, buckets do
   refill[i], capacity[i], cost[i] = ARGV[arg] + 0, ARGV[arg + 1] + 0, ARGV[arg + 2] + 0
   tick[i], dark[i] = ARGV[arg + 3], ARGV[arg + 4] == '1'
   clock[i] = floor(now / tick[i])
+  at[i] = format(' %.0f', clock[i])
   arg = arg + 5
 end
 for i = buckets + 1, limits do
   capacity[i], lease[i], dark[i] = ARGV[arg] + 0, ARGV[arg + 1], ARGV[arg + 2] == '1'
+  ends[i] = format('%.0f', now + lease[i])
   arg = arg + 3
 end
 
 local reply, n = {now, nil, nil, nil, nil}, 1
-local level, fits, behind = {nil, nil}, {nil, nil}, {nil}
+local level, fits, behind, member = {nil, nil}, {nil, nil}, {nil}, {nil, nil}
 
 for key = 0, #KEYS - 1, limits do -- the one before the identity's first
   local failed = now >= ARGV[arg] + 0 and 3 or nil
-  local id = ARGV[arg + 1]
   local allowed = true
-  arg = arg + 2
+  arg = arg + 1
 
   for i = 1, failed and 0 or buckets do
     level[i], behind[i] = capacity[i], false
@@ -68,9 +73,9 @@ for key = 0, #KEYS - 1, limits do -- the one before the identity's first
       if not match(stored.err, '^WRONGTYPE') then return stored end
       failed = 4
     elseif stored then
-      local old, at = match(stored, '^(%d+) (%d+)$')
+      local old, since = match(stored, '^(%d+) (%d+)$')
       if old then
-        local elapsed = clock[i] - at
+        local elapsed = clock[i] - since
         behind[i] = elapsed < 0 -- the server's clock was set back
         if behind[i] then elapsed = 0 end
         local refilled = old + elapsed * refill[i]
@@ -82,15 +87,15 @@ for key = 0, #KEYS - 1, limits do -- the one before the identity's first
   end
 
   for i = buckets + 1, limits do
-    local ended = ARGV[arg] + 0
+    local ended = ARGV[arg + 1] + 0
     if not failed then
-      if ended > 0 then try('ZREM', KEYS[key + i], unpack(ARGV, arg + 1, arg + ended)) end
-      local live = try('ZCOUNT', KEYS[key + i], now, '+inf')
+      if ended > 0 then try('ZREM', KEYS[key + i], unpack(ARGV, arg + 2, arg + 1 + ended)) end
+      local live = try('ZCOUNT', KEYS[key + i], from, '+inf')
       if type(live) == 'table' then
         if not match(live.err, '^WRONGTYPE') then return live end
         failed, live = 4, 0
       end
-      level[i], fits[i] = live, live < capacity[i]
+      level[i], fits[i], member[i] = live, live < capacity[i], ARGV[arg]
       if not fits[i] then
         -- Those that have ended do not count, but when many crash they are many.
         call('ZREMRANGEBYSCORE', KEYS[key + i], '-inf', now - 1)
@@ -103,7 +108,7 @@ for key = 0, #KEYS - 1, limits do -- the one before the identity's first
         if not dark[i] then allowed = false end
       end
     end
-    arg = arg + 1 + ended
+    arg = arg + 2 + ended
   end
 
   for i = 1, limits do
@@ -114,7 +119,7 @@ for key = 0, #KEYS - 1, limits do -- the one before the identity's first
       local take = allowed and fits[i]
       if i > buckets then
         if take then
-          call('ZADD', KEYS[key + i], now + lease[i], id .. lease[i])
+          call('ZADD', KEYS[key + i], ends[i], member[i])
           call('PEXPIRE', KEYS[key + i], '3600002') -- after the longest lease of all
           left = left + 1
         end
@@ -123,7 +128,7 @@ for key = 0, #KEYS - 1, limits do -- the one before the identity's first
         local missing = capacity[i] - left
         local full = (missing - fmod(missing, refill[i])) / refill[i] -- ticks, rounded down
         local ms = 1000 / tick[i]                                     -- ticks a millisecond
-        call('SET', KEYS[key + i], format('%.0f %.0f', left, clock[i]), 'PX', (full - fmod(full, ms)) / ms + 2)
+        call('SET', KEYS[key + i], format('%.0f', left) .. at[i], 'PX', (full - fmod(full, ms)) / ms + 2)
       end
     end
     reply[n + 1], reply[n + 2] = outcome, left

@@ -152,7 +152,12 @@ func (r *Redis) release(ctx context.Context, now time.Time, leases []*lease) (so
 	}
 	var wg sync.WaitGroup
 	for to, node := range byNode {
-		wg.Go(func() { r.shareSafely(ctx, to, node.commands) })
+		send := func() { r.shareSafely(ctx, to, node.commands) }
+		if len(byNode) == 1 {
+			send()
+		} else {
+			wg.Go(send)
+		}
 	}
 	wg.Wait()
 	for _, node := range byNode {

@@ -106,7 +106,7 @@ func newCommand(ctx context.Context, firstKey int8, args []any) *command {
 	return &c.command
 }
 
-// shareSafely is share in a goroutine of its own.
+// shareSafely is share in the background.
 func (r *Redis) shareSafely(ctx context.Context, to target, commands []*command) {
 	if bug := safely.Do("release", func() { r.share(ctx, to, commands) }); bug != nil {
 		for _, c := range commands {

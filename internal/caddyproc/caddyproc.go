@@ -64,6 +64,8 @@ func Command(t testing.TB, dir string, args ...string) *exec.Cmd {
 	cmd.Env = append(os.Environ(),
 		"XDG_DATA_HOME="+filepath.Join(dir, "data"),
 		"XDG_CONFIG_HOME="+filepath.Join(dir, "config"),
+		// One with the race detector sleeps for a second before it ends.
+		"GORACE=atexit_sleep_ms=10 "+os.Getenv("GORACE"),
 	)
 	return cmd
 }

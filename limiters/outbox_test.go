@@ -225,6 +225,31 @@ func TestOutbox_Apart(t *testing.T) {
 	}
 }
 
+// A call is one allocation, and another of a hundred in one command is none.
+func TestAdmitCall_Allocations(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector allocates")
+	}
+	r := handRedis(t, redisAt("127.0.0.1:1"))
+	checks := []Check{{Limit: rate(t, "rate", 1, time.Hour, 5, 1)}, {Limit: concurrency(t, "two", 2, 10*time.Second)}}
+	now := time.Now()
+	c := new(admitCall)
+	if got := testing.AllocsPerRun(1000, func() { r.prepare(c, now, Ask{id("a"), checks}) }); got > 1 {
+		t.Errorf("to prepare: got %v allocations, want 1", got)
+	}
+	commandOf := func(n int) float64 {
+		a := &admitCommand{calls: make([]*admitCall, 0, n)}
+		for range n {
+			a.add(c)
+		}
+		room := a.compose(t.Context(), nil)
+		return testing.AllocsPerRun(1000, func() { room = a.compose(t.Context(), room) })
+	}
+	if one, many := commandOf(1), commandOf(100); many > one {
+		t.Errorf("to compose: got %v allocations for one call, %v for a hundred", one, many)
+	}
+}
+
 // Of a pipeline whose connection breaks, what was answered stays answered.
 func TestScriptCmd_KeepsItsAnswer(t *testing.T) {
 	c := &scriptCmd{IntSliceCmd: redis.NewIntSliceCmd(t.Context())}

@@ -157,7 +157,7 @@ func (r *Redis) Admit(ctx context.Context, asks []Ask) (adm Admission, failed er
 	if d, ok := ctx.Deadline(); ok && d.Before(deadline) {
 		deadline = d
 	}
-	few := new(fewCalls)
+	few := someCalls.Get().(*fewCalls)
 	calls, todo := few.calls[:], few.todo[:]
 	if len(asks) > len(calls) {
 		calls, todo = make([]admitCall, len(asks)), make([]*admitCall, len(asks))
@@ -197,6 +197,10 @@ func (r *Redis) Admit(ctx context.Context, asks []Ask) (adm Admission, failed er
 	}
 	r.observe("admit", time.Since(start), failed)
 	done = true
+	if failed == nil { // else what carries the calls may have them still
+		clear(few.calls[:])
+		someCalls.Put(few)
+	}
 	return adm, failed
 }
 
@@ -205,6 +209,8 @@ type fewCalls struct {
 	calls [1]admitCall
 	todo  [1]*admitCall
 }
+
+var someCalls = sync.Pool{New: func() any { return new(fewCalls) }}
 
 // appendMember appends the name of a lease, which is a member of a sorted set in
 // Redis: who took it, the id of the admission, and its length in us.

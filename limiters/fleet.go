@@ -32,7 +32,7 @@ func (r *Redis) SyncFleet(ctx context.Context, pool string, args []any) (reply [
 	key := r.prefix + "{" + pool + "}:fleet"
 	args = slices.Clone(args)
 	unknown := args[argFleetDeadline] == int64(0)
-	head := []any{"evalsha", fleetScript.hash, 2, key, key + ":ends"}
+	head := []any{"evalsha", fleetScript.hash, 1, key}
 	for again := true; again; {
 		to, err := r.node(ctx, key)
 		if err != nil {

@@ -3,9 +3,8 @@
 -- room. All numbers are absolute, so a sync that was lost is healed by the next.
 -- No grant takes the sum of all claims above the allocation.
 --
--- KEYS[1]   <prefix>{<pool>}:fleet        hash: one entry an instance, "seq claim in_flight critical workers";
---                                         their totals; the configuration in force; times in us
--- KEYS[2]   <prefix>{<pool>}:fleet:ends   sorted set of instances, score = us at which one is dropped
+-- KEYS[1]   <prefix>{<pool>}:fleet   hash: one field an instance, "seq claim in_flight critical workers ends";
+--                                    and "state", all other numbers, in one text to be read and written at once
 -- ARGV[1] instance     id, 32 hexadecimal digits
 -- ARGV[2] seq          rises with every sync of the instance; older ones are ignored
 -- ARGV[3] deadline     us of server time; from then on nothing is written; 0: none
@@ -39,186 +38,189 @@
 --   reply[14] instances
 --   reply[15] drift       by how much totals that were rebuilt now had been wrong
 --   reply[16] warm        1: state was lost a moment ago; what others may still hold is kept for them
-local time = redis.call('TIME')
+-- The numbers of the state, times in us:
+--   state[1] began          when it did: its epoch
+--   state[2] at             the last sync
+--   state[3] sweep          when to look through the instances; none ends before
+--   state[4] warm           until then, what others may still hold is kept for them
+--   state[5] lost           which is so much, with what was granted since
+--   state[6] poor           claim of the instance that lacks slots
+--   state[7] poor_at        when it said so
+--   state[8] missing        how many
+--   state[9] newest         generation of the configuration in force
+--   state[10] fixed         its capacity
+--   state[11] kept          its reserve
+--   state[12] auto          capacity if that is auto
+--   state[13] auto_at       since when there have been fewer workers; 0: there are not
+--   state[14] auto_max      the most there were since
+--   state[15] claims        sum over the instances, as the rest
+--   state[16] all_in_flight
+--   state[17] all_critical
+--   state[18] all_workers
+--   state[19] instances
+local call, match, format = redis.call, string.match, string.format
+local max, min, floor, abs = math.max, math.min, math.floor, math.abs
+local time = call('TIME')
 local now        = time[1] * 1000000 + time[2] -- us
 local id         = ARGV[1]
-local seq        = tonumber(ARGV[2])
-local deadline   = tonumber(ARGV[3])  -- us
+local seq        = ARGV[2] + 0 -- a number, without a call of tonumber
+local deadline   = ARGV[3] + 0  -- us
 local leave      = ARGV[4] == '1'
-local epoch      = tonumber(ARGV[5])  -- us
-local held       = tonumber(ARGV[6])
-local need       = tonumber(ARGV[7])
-local wanted     = tonumber(ARGV[8])
-local sum        = tonumber(ARGV[9])
-local in_flight  = tonumber(ARGV[10])
-local critical   = tonumber(ARGV[11])
-local workers    = tonumber(ARGV[12])
-local generation = tonumber(ARGV[13])
-local capacity   = tonumber(ARGV[14])
-local reserve    = tonumber(ARGV[15]) -- hundredths of a percent
-local known      = tonumber(ARGV[16])
+local epoch      = ARGV[5] + 0  -- us
+local held       = ARGV[6] + 0
+local need       = ARGV[7] + 0
+local wanted     = ARGV[8] + 0
+local sum        = ARGV[9] + 0
+local in_flight  = ARGV[10] + 0
+local critical   = ARGV[11] + 0
+local workers    = ARGV[12] + 0
+local generation = ARGV[13] + 0
+local capacity   = ARGV[14] + 0
+local reserve    = ARGV[15] + 0 -- hundredths of a percent
+local known      = ARGV[16] + 0
 
-local totals = {'claims', 'in_flight', 'critical', 'workers', 'instances'}
-local fields = {'epoch', 'at', 'rebuilt', 'warm', 'lost', 'poor', 'poor_at', 'missing', 'generation', 'capacity',
-  'reserve', 'auto', 'auto_at', 'auto_max', 'claims', 'in_flight', 'critical', 'workers', 'instances'}
+-- This runs often, and tables and commands are what it costs: so the state is one
+-- text in Redis, and variables here.
+local ENTRY = '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$'
+local STATE = '^(%d+) (%d+) (%d+) (%d+) (-?%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)' ..
+  ' (-?%d+) (-?%d+) (-?%d+) (-?%d+) (-?%d+)$'
+local stored = call('HMGET', KEYS[1], id, 'state')
+local own, own_claim, own_in_flight, own_critical, own_workers = match(stored[1] or '', ENTRY) -- nil if there is none
+if (deadline > 0 and now >= deadline) or (own and own + 0 >= seq) then return {now} end
 
-local function entry(text) -- nil if there is none
-  local n, c, i, cr, w = string.match(text or '', '^(%d+) (%d+) (%d+) (%d+) (%d+)$')
-  return n and {seq = tonumber(n), claims = tonumber(c), in_flight = tonumber(i), critical = tonumber(cr),
-    workers = tonumber(w), instances = 1}
-end
-local function add(sums, e, sign)
-  for i = 1, #totals do sums[totals[i]] = sums[totals[i]] + sign * e[totals[i]] end
-end
-
--- Spelled out, for this runs often: unpack takes as long as Redis, and a table that
--- a loop fills grows six times.
-local stored = redis.call('HMGET', KEYS[1], id, 'epoch', 'at', 'rebuilt', 'warm', 'lost', 'poor', 'poor_at', 'missing',
-  'generation', 'capacity', 'reserve', 'auto', 'auto_at', 'auto_max', 'claims', 'in_flight', 'critical', 'workers',
-  'instances')
-local own = entry(stored[1])
-for i = 1, #fields do stored[i] = tonumber(stored[i + 1]) or 0 end
-local s = {epoch = stored[1], at = stored[2], rebuilt = stored[3], warm = stored[4], lost = stored[5], poor = stored[6],
-  poor_at = stored[7], missing = stored[8], generation = stored[9], capacity = stored[10], reserve = stored[11],
-  auto = stored[12], auto_at = stored[13], auto_max = stored[14], claims = stored[15], in_flight = stored[16],
-  critical = stored[17], workers = stored[18], instances = stored[19]}
-if (deadline > 0 and now >= deadline) or (own and own.seq >= seq) then return {now} end
-
-local function beat() return math.max(250000, s.instances * 1000) end -- us
-local function hold() return math.max(10000, s.instances * 750) end  -- us
-local life = now + 8 * beat()
-
--- Totals are rebuilt from the entries now and then, and at once when the sorted
--- set was lost or the clock was set back: no end may be later than life.
-local drift, expire = 0, not own
-if s.epoch == 0 then
-  redis.call('DEL', KEYS[1], KEYS[2])
+local began, at, sweep, warm, lost, poor, poor_at, missing, newest, fixed, kept, auto, auto_at, auto_max,
+  claims, all_in_flight, all_critical, all_workers, instances = match(stored[2] or '', STATE)
+local fresh = not began
+if fresh then -- or nobody can read what there is
+  call('DEL', KEYS[1])
   own = nil
-  for i = 1, #fields do s[fields[i]], stored[i] = 0, 0 end
-  s.epoch, s.rebuilt = now, now
-elseif now < s.at or now - s.rebuilt >= 10000000 or redis.call('ZCARD', KEYS[2]) ~= s.instances then
-  expire = true
-  local ends, sums = {}, {}
-  local scores, all = redis.call('ZRANGE', KEYS[2], 0, -1, 'WITHSCORES'), redis.call('HGETALL', KEYS[1])
-  for i = 1, #scores, 2 do ends[scores[i]] = tonumber(scores[i + 1]) end
-  for _, name in ipairs(totals) do sums[name] = 0 end
-  redis.call('DEL', KEYS[2])
-  for i = 1, #all, 2 do
-    local e = #all[i] == 32 and entry(all[i + 1])
-    if e then
-      add(sums, e, 1)
-      redis.call('ZADD', KEYS[2], math.min(ends[all[i]] or life, life), all[i])
+  began, at, sweep, warm, lost, poor, poor_at, missing = now, now, now + 2000000, 0, 0, 0, 0, 0
+  newest, fixed, kept, auto, auto_at, auto_max = 0, 0, 0, 0, 0, 0
+  claims, all_in_flight, all_critical, all_workers, instances = 0, 0, 0, 0, 0
+else
+  began, at, sweep, warm, lost, poor, poor_at, missing =
+    began + 0, at + 0, sweep + 0, warm + 0, lost + 0, poor + 0, poor_at + 0, missing + 0
+  newest, fixed, kept, auto, auto_at, auto_max = newest + 0, fixed + 0, kept + 0, auto + 0, auto_at + 0, auto_max + 0
+  claims, all_in_flight, all_critical, all_workers, instances =
+    claims + 0, all_in_flight + 0, all_critical + 0, all_workers + 0, instances + 0
+end
+local function beat() return max(250000, instances * 1000) end -- us
+local function hold() return max(10000, instances * 1000) end -- us
+
+-- Instances that have ended are dropped and the totals rebuilt when one may have
+-- ended, at most four times a beat. If the clock was set back, no end may be later
+-- than life.
+local drift, expire = 0, not own
+if now < at or now >= sweep then
+  local all, life = call('HGETALL', KEYS[1]), now + 8 * beat()
+  local c, i, cr, w, n = 0, 0, 0, 0, 0
+  sweep = life
+  for k = 1, #all, 2 do
+    local e_seq, e_claim, e_in_flight, e_critical, e_workers, ends = match(all[k + 1], ENTRY)
+    if e_seq then
+      claims, all_in_flight, all_critical, all_workers, instances =
+        claims - e_claim, all_in_flight - e_in_flight, all_critical - e_critical, all_workers - e_workers, instances - 1
+      ends = ends + 0
+      if now < at and ends > life then
+        ends = life
+        call('HSET', KEYS[1], all[k], format('%s %s %s %s %s %.0f', e_seq, e_claim, e_in_flight, e_critical, e_workers, ends))
+      end
+      if ends > now then
+        c, i, cr, w, n = c + e_claim, i + e_in_flight, cr + e_critical, w + e_workers, n + 1
+        sweep = min(sweep, ends)
+      else
+        call('HDEL', KEYS[1], all[k])
+        if all[k] == id then own = nil end
+      end
     end
   end
-  for _, name in ipairs(totals) do
-    drift = drift + math.abs(sums[name] - s[name])
-    s[name] = sums[name]
-  end
-  s.rebuilt, s.auto_at, s.poor_at = now, math.min(s.auto_at, now), 0
-  s.warm = math.min(s.warm, now + 2 * beat())
-end
-
-local function drop(instance, e)
-  if e then add(s, e, -1) end
-  redis.call('HDEL', KEYS[1], instance)
-  redis.call('ZREM', KEYS[2], instance)
-end
-local overdue = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 33)
-for i = 1, math.min(32, #overdue) do
-  if overdue[i] == id then
-    drop(id, own)
-    own = nil
-  else
-    drop(overdue[i], entry(redis.call('HGET', KEYS[1], overdue[i])))
-  end
+  drift = abs(claims) + abs(all_in_flight) + abs(all_critical) + abs(all_workers) + abs(instances) -- what nobody had
+  claims, all_in_flight, all_critical, all_workers, instances = c, i, cr, w, n
+  sweep = max(sweep, now + beat() / 4)
+  auto_at, poor_at, warm = min(auto_at, now), min(poor_at, now), min(warm, now + 2 * beat())
+  expire = true
 end
 
 -- Somebody who remembers what is not here shows that state was lost: by
 -- FLUSHALL, or by a failover to a replica that lagged behind.
-local before = own and own.claims or 0
-local other = epoch > 0 and epoch ~= s.epoch and now - s.epoch < 8 * beat()
-if other then s.auto, s.auto_at = math.max(s.auto, known), now end
+local before = own and own_claim + 0 or 0
+local other = epoch > 0 and epoch ~= began and now - began < 8 * beat()
+if other then auto, auto_at = max(auto, known), now end
 if other or held > before then
-  if now - s.warm > 8 * beat() then s.warm, s.lost = now + 2 * beat(), 0 end
-  s.lost = math.max(s.lost, sum)
+  if now - warm > 8 * beat() then warm, lost = now + 2 * beat(), 0 end
+  lost = max(lost, sum)
 end
 
-if own then add(s, own, -1) end
-local base = math.min(held, before) -- it has no more, whatever it was granted in replies that it lost
+if own then
+  claims, all_in_flight, all_critical, all_workers, instances =
+    claims - before, all_in_flight - own_in_flight, all_critical - own_critical, all_workers - own_workers, instances - 1
+end
+local base = min(held, before) -- it has no more, whatever it was granted in replies that it lost
 if leave then
-  if own then drop(id) end
+  if own then call('HDEL', KEYS[1], id) end
 else
-  add(s, {claims = base, in_flight = in_flight, critical = critical, workers = workers, instances = 1}, 1)
-  if generation == 0 and (s.generation == 0 or s.capacity ~= capacity or s.reserve ~= reserve) then
-    generation = math.max(now, s.generation + 1)
+  claims, all_in_flight, all_critical, all_workers, instances =
+    claims + base, all_in_flight + in_flight, all_critical + critical, all_workers + workers, instances + 1
+  if generation == 0 and (newest == 0 or fixed ~= capacity or kept ~= reserve) then
+    generation = max(now, newest + 1)
   end
-  if generation > s.generation then
-    s.generation, s.capacity, s.reserve = generation, capacity, reserve
+  if generation > newest then
+    newest, fixed, kept = generation, capacity, reserve
   end
 end
 
 -- The sum of the workers rises at once, and falls to the most there were in ten
 -- seconds in which there were always fewer.
-if s.workers >= s.auto then
-  s.auto, s.auto_at, s.auto_max = s.workers, 0, 0
+if all_workers >= auto then
+  auto, auto_at, auto_max = all_workers, 0, 0
 else
-  if s.auto_at == 0 then s.auto_at = now end -- since when there are fewer
-  s.auto_max = math.max(s.auto_max, s.workers)
-  if now - s.auto_at >= 10000000 then s.auto, s.auto_at, s.auto_max = s.auto_max, now, s.workers end
+  if auto_at == 0 then auto_at = now end
+  auto_max = max(auto_max, all_workers)
+  if now - auto_at >= 10000000 then auto, auto_at, auto_max = auto_max, now, all_workers end
 end
-if s.capacity > 0 then capacity = s.capacity else capacity = s.auto end -- in force
-local allocation = math.floor(capacity * (10000 - s.reserve) / 10000)
+if fixed > 0 then capacity = fixed else capacity = auto end -- in force
+local allocation = floor(capacity * (10000 - kept) / 10000)
 
-local write = {}
-local claim, limit = 0, 0
+local claim, limit, entry = 0, 0, nil
 if not leave then
-  claim = base
-  s.lost = s.lost - (before - base)
   -- An instance that lacks slots is poor, one that has at least two more is rich:
   -- for a while the rich do not grow, and give up what the poor is missing, at
   -- most an eighth of what is between them at a time.
-  local contended = now - s.poor_at <= 2 * hold()
-  local rich = contended and base > s.poor + 1
-  if #overdue <= 32 then
-    -- It gets back what it held. Beyond that, what is needed may fill the
-    -- allocation, and headroom four fifths of it; during the two beats after a
-    -- loss, lost counts what all held and what was granted since.
-    claim = math.max(base, math.min(held, base + allocation - s.claims))
-    local taken = s.claims + claim - base
-    if now < s.warm then taken = math.max(taken, s.lost) end
-    local room = math.max(0, allocation - taken)
-    local spare = math.max(0, math.floor(allocation * 4 / 5) - taken)
-    if not rich then
-      local granted = math.max(claim, math.min(need, claim + room), math.min(wanted, claim + spare))
-      s.lost = s.lost + granted - claim
-      claim = granted
-    end
+  local contended = now - poor_at <= 2 * hold()
+  local rich = contended and base > poor + 1
+  -- It gets back what it held. Beyond that, what is needed may fill the
+  -- allocation, and headroom four fifths of it; during the two beats after a
+  -- loss, lost counts what all held and what was granted since.
+  claim = max(base, min(held, base + allocation - claims))
+  lost = lost - (before - base)
+  local taken = claims + claim - base
+  if now < warm then taken = max(taken, lost) end
+  local room = max(0, allocation - taken)
+  local spare = max(0, floor(allocation * 4 / 5) - taken)
+  if not rich then
+    local granted = max(claim, min(need, claim + room), min(wanted, claim + spare))
+    lost = lost + granted - claim
+    claim = granted
   end
-  if claim < need and (claim <= s.poor or not contended) then
-    s.poor, s.poor_at, s.missing = claim, now, need - claim
+  if claim < need and (claim <= poor or not contended) then
+    poor, poor_at, missing = claim, now, need - claim
   end
-  s.claims = s.claims + claim - base
+  claims = claims + claim - base
   limit = claim
-  if s.claims > allocation then
-    limit = math.floor(claim * allocation / s.claims)
+  if claims > allocation then
+    limit = floor(claim * allocation / claims)
   elseif rich then
-    limit = claim - math.max(1, math.min(s.missing, math.floor((claim - s.poor) / 8)))
+    limit = claim - max(1, min(missing, floor((claim - poor) / 8)))
   end
-  write = {id, string.format('%.0f %.0f %.0f %.0f %.0f', seq, claim, in_flight, critical, workers)}
-  redis.call('ZADD', KEYS[2], now + 8 * beat(), id)
+  local ends = now + 8 * beat()
+  sweep = min(sweep, ends)
+  entry = format('%.0f %.0f %.0f %.0f %.0f %.0f', seq, claim, in_flight, critical, workers, ends)
 end
 
-s.at = now
-for i = 1, #fields do
-  local value = s[fields[i]]
-  if value ~= stored[i] then
-    write[#write + 1] = fields[i]
-    write[#write + 1] = value
-  end
-end
-redis.call('HSET', KEYS[1], unpack(write))
-if expire then
-  for i = 1, 2 do redis.call('PEXPIRE', KEYS[i], 60000 + 8 * beat() / 1000) end
-end
-return {now, claim, limit, beat(), hold(), s.epoch, s.generation, capacity, allocation,
-  s.claims, s.in_flight, s.critical, s.workers, s.instances, drift, now < s.warm and 1 or 0}
+local state = format('%.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f',
+  began, now, sweep, warm, lost, poor, poor_at, missing, newest, fixed, kept, auto, auto_at, auto_max,
+  claims, all_in_flight, all_critical, all_workers, instances)
+if entry then call('HSET', KEYS[1], 'state', state, id, entry) else call('HSET', KEYS[1], 'state', state) end
+if expire then call('PEXPIRE', KEYS[1], 60000 + 8 * beat() / 1000) end
+return {now, claim, limit, beat(), hold(), began, newest, capacity, allocation,
+  claims, all_in_flight, all_critical, all_workers, instances, drift, now < warm and 1 or 0}

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -511,13 +512,12 @@ func TestFleet_OnRedis(t *testing.T) {
 		t.Error("another begins")
 	}
 	b.Close()
-	sum := rdb.HGet(t.Context(), fleetKeys[0], "claims").Val()
-	if instances := rdb.HGet(t.Context(), fleetKeys[0], "instances").Val(); instances != "1" {
-		t.Errorf("after one has gone, %s instances with %s slots are left", instances, sum)
+	if state := readState(t, rdb); state["instances"] != 1 {
+		t.Errorf("after one has gone, %d instances with %d slots are left", state["instances"], state["claims"])
 	}
 	a.Close()
-	if n := rdb.ZCard(t.Context(), fleetKeys[1]).Val(); n != 0 {
-		t.Errorf("after both have gone, %d instances are left", n)
+	if fields := rdb.HKeys(t.Context(), fleetKey).Val(); !slices.Equal(fields, []string{"state"}) {
+		t.Errorf("after both have gone, %v are left", fields)
 	}
 	if log.Len() > 0 {
 		t.Errorf("log: %s", log.String())

@@ -163,16 +163,13 @@ func TestFleet_LostState(t *testing.T) {
 			}
 		})
 	}
-	del := func(keys ...string) func() error {
-		return func() error { return f.rdb.Del(t.Context(), keys...).Err() }
-	}
 	cases := []struct {
 		name string
 		lose func() error
 	}{
-		{"the entries", del(fleetKey)},
-		{"the ends", del(endsKey)},
-		{"both", del(fleetKey, endsKey)},
+		{"the key", func() error { return f.rdb.Del(t.Context(), fleetKey).Err() }},
+		{"the numbers", func() error { return f.rdb.HDel(t.Context(), fleetKey, "state").Err() }},
+		{"sense", func() error { return f.rdb.HSet(t.Context(), fleetKey, "state", "none").Err() }},
 		{"the scripts", func() error { return f.rdb.ScriptFlush(t.Context()).Err() }},
 		{"everything", func() error { return f.rdb.FlushAll(t.Context()).Err() }},
 	}

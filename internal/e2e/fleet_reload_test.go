@@ -41,8 +41,8 @@ func TestFleet_OnlyRunningConfigsJoin(t *testing.T) {
 	if n := f.redis.Commands(t)["evalsha"]; n != 0 {
 		t.Errorf("%d scripts were called before a config ran", n)
 	}
-	if state := f.state(t); len(state.fields) != 0 || len(state.ends) != 0 {
-		t.Errorf("the fleet has %v, want nothing", state.fields)
+	if state := f.state(t); len(state.numbers) != 0 || len(state.entries) != 0 {
+		t.Errorf("the fleet has %v, want nothing", state)
 	}
 
 	f.start(t, 1, hundred)

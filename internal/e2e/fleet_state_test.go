@@ -5,15 +5,25 @@ package e2e
 import (
 	"fmt"
 	"maps"
+	"regexp"
 	"slices"
 	"strconv"
+	"strings"
 	"testing"
+
+	"github.com/stripe-ratelimit/caddy-stripe-ratelimit/lua"
 )
 
-const (
-	fleetKey = "stripe_ratelimit:{default}:fleet"
-	endsKey  = fleetKey + ":ends"
-)
+const fleetKey = "stripe_ratelimit:{default}:fleet"
+
+// stateNames are the numbers of a fleet's state, in the order in which the header of
+// fleet_sync.lua has them.
+var stateNames = func() (names []string) {
+	for _, m := range regexp.MustCompile(`(?m)^--   state\[\d+\] (\w+)`).FindAllStringSubmatch(lua.FleetSync, -1) {
+		names = append(names, m[1])
+	}
+	return names
+}()
 
 // fleetState is what Redis knows of a fleet at one moment.
 type fleetState struct {
@@ -21,7 +31,7 @@ type fleetState struct {
 	ends    map[string]int64 // by instance: when it is dropped, us
 	entries map[string]fleetEntry
 	totals  fleetEntry // as they are kept, not summed up; seq is the number of instances
-	fields  map[string]string
+	numbers map[string]int64
 }
 
 // fleetEntry is what an instance said last.
@@ -31,32 +41,28 @@ func (f *fleet) state(t testing.TB) fleetState {
 	t.Helper()
 	ctx := t.Context()
 	pipe := f.rdb.TxPipeline()
-	now, all, ends := pipe.Time(ctx), pipe.HGetAll(ctx, fleetKey), pipe.ZRangeWithScores(ctx, endsKey, 0, -1)
+	now, all := pipe.Time(ctx), pipe.HGetAll(ctx, fleetKey)
 	if _, err := pipe.Exec(ctx); err != nil {
 		t.Fatal(err)
 	}
-	s := fleetState{now: now.Val().UnixMicro(), ends: map[string]int64{}, entries: map[string]fleetEntry{}, fields: all.Val()}
-	for _, z := range ends.Val() {
-		s.ends[z.Member.(string)] = int64(z.Score)
+	s := fleetState{now: now.Val().UnixMicro(), ends: map[string]int64{}, entries: map[string]fleetEntry{}, numbers: map[string]int64{}}
+	for i, text := range strings.Fields(all.Val()["state"]) {
+		s.numbers[stateNames[i]], _ = strconv.ParseInt(text, 10, 64)
 	}
 	for id, text := range all.Val() {
 		if len(id) != 32 {
 			continue
 		}
 		var e fleetEntry
-		if _, err := fmt.Sscanf(text, "%d %d %d %d %d", &e.seq, &e.claim, &e.inFlight, &e.critical, &e.workers); err != nil {
+		var ends int64
+		if _, err := fmt.Sscanf(text, "%d %d %d %d %d %d", &e.seq, &e.claim, &e.inFlight, &e.critical, &e.workers, &ends); err != nil {
 			t.Fatalf("entry %q: %v", text, err)
 		}
-		s.entries[id] = e
+		s.entries[id], s.ends[id] = e, ends
 	}
-	s.totals = fleetEntry{s.number("instances"), s.number("claims"), s.number("in_flight"), s.number("critical"), s.number("workers")}
+	n := s.numbers
+	s.totals = fleetEntry{n["instances"], n["claims"], n["all_in_flight"], n["all_critical"], n["all_workers"]}
 	return s
-}
-
-// number is a field of the hash, 0 if there is none.
-func (s fleetState) number(field string) int64 {
-	n, _ := strconv.ParseInt(s.fields[field], 10, 64)
-	return n
 }
 
 // sum adds the entries up.
@@ -75,12 +81,11 @@ func (s fleetState) sum() fleetEntry {
 // most some more.
 func (s fleetState) right(ids []string, inFlight, critical, more int) error {
 	known := slices.Sorted(maps.Keys(s.entries))
-	ends := slices.Sorted(maps.Keys(s.ends))
 	want := slices.Sorted(slices.Values(ids))
 	sum := s.sum()
 	switch {
-	case !slices.Equal(known, want) || !slices.Equal(ends, want):
-		return fmt.Errorf("instances %v, to be dropped %v, want %v", known, ends, want)
+	case !slices.Equal(known, want):
+		return fmt.Errorf("instances %v, want %v", known, want)
 	case s.totals != sum:
 		return fmt.Errorf("totals %+v, sums %+v", s.totals, sum)
 	case sum.inFlight < int64(inFlight) || sum.inFlight > int64(inFlight+more):
@@ -95,7 +100,7 @@ func (s fleetState) right(ids []string, inFlight, critical, more int) error {
 
 // allocation is that of the configuration in force, which is not auto.
 func (s fleetState) allocation() int64 {
-	return s.number("capacity") * (10_000 - s.number("reserve")) / 10_000
+	return s.numbers["fixed"] * (10_000 - s.numbers["kept"]) / 10_000
 }
 
 // syncs waits until each Caddy of the fleet has synced so many times since a

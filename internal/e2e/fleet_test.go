@@ -262,8 +262,8 @@ func TestFleet_NoStoreOnTheWay(t *testing.T) {
 	f.start(t, 1, hundred)
 	c := f.caddys[0]
 	const shortest = 200 * time.Millisecond // from one beat to the next
-	// Each sync looks once for who is overdue; switches have a script of their own.
-	const sync = "zrangebyscore"
+	// Each sync reads two fields; switches have a script of their own.
+	const sync = "hmget"
 	calls := func() int64 { return f.redis.Commands(t)[sync] }
 	eventually(t, patience, "known to Redis", func() bool { return calls() > 0 })
 

@@ -76,8 +76,10 @@ func TestExactness_FindsMistakes(t *testing.T) {
 			return 1`, 20, // some of them are about to be given back anyway
 			func(w *world) string { return w.key(3, long) }},
 		{"slots of the fleet", "fleet", `
-			if (tonumber(redis.call('HGET', KEYS[1], 'claims')) or 0) < 6 then return 0 end
-			redis.call('HINCRBY', KEYS[1], 'claims', -4)
+			local state = redis.call('HGET', KEYS[1], 'state') or ''
+			local before, claims, after = string.match(state, '^(.*) (%d+) (%S+ %S+ %S+ %S+)$')
+			if not claims or claims + 0 < 6 then return 0 end
+			redis.call('HSET', KEYS[1], 'state', before .. ' ' .. claims - 4 .. ' ' .. after)
 			return 1`, 1,
 			func(*world) string { return fleetKey }},
 	}
@@ -204,7 +206,7 @@ func (w *world) sample() {
 		}
 		sum := Sum{At: now()}
 		for name, entry := range all {
-			if fields := strings.Fields(entry); len(name) == 32 && len(fields) == 5 {
+			if fields := strings.Fields(entry); len(name) == 32 && len(fields) == 6 {
 				claim, _ := strconv.ParseInt(fields[1], 10, 64)
 				sum.Claims += claim
 			}

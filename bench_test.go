@@ -152,9 +152,9 @@ func TestHandler_Allocations(t *testing.T) {
 		switches bool
 		most     float64
 	}{
-		{"allowed", &ample, false, 6},
-		{"allowed, with switches and an override", &ample, true, 6},
-		{"denied from memory", &RateLimit{Requests: 1, Per: caddy.Duration(24 * time.Hour)}, false, 15},
+		{"allowed", &ample, false, 4},
+		{"allowed, with switches and an override", &ample, true, 4},
+		{"denied from memory", &RateLimit{Requests: 1, Per: caddy.Duration(24 * time.Hour)}, false, 14},
 	}
 	for _, c := range cases {
 		t.Run(c.what, func(t *testing.T) {

@@ -124,6 +124,34 @@ func TestMemory_Upkeep(t *testing.T) {
 	})
 }
 
+// A lease that has ended reaches nobody through the set that it was in, which
+// another limit has by now.
+func TestMemory_SetsAreReused(t *testing.T) {
+	m := newMemory(0)
+	one, two := concurrency(t, "one", 1, time.Second), concurrency(t, "two", 1, time.Second)
+	now := m.now()
+	late := m.admitAt(now, ask("a", one))
+	now += 2_000_000 // it ends
+	next := m.admitAt(now, ask("a", one))
+	m.admitAt(now, ask("a", one)) // is denied, and drops what has ended
+	m.Release(next)
+	if got := m.sets(); got != 0 {
+		t.Errorf("%d sets, want none without leases", got)
+	}
+	held := m.admitAt(now, ask("a", two))
+	if late.leases[0].set != held.leases[0].set {
+		t.Fatal("the set is not used again")
+	}
+	m.Release(late)
+	if m.admitAt(now, ask("a", two)).Allowed {
+		t.Error("the late release has freed the slot of another limit")
+	}
+	m.Release(held)
+	if !m.admitAt(now, ask("a", two)).Allowed {
+		t.Error("the slot is not free")
+	}
+}
+
 func must(t *testing.T, s Store, asks []Ask) Admission {
 	t.Helper()
 	adm, err := s.Admit(context.Background(), asks)

@@ -94,11 +94,10 @@ func (w *world) checkForgets() {
 			local last = 0
 			if redis.call('TYPE', key).ok == 'zset' then
 				last = redis.call('ZRANGE', key, -1, -1, 'WITHSCORES')[2] - now
-			elseif redis.call('TYPE', key).ok == 'hash' then -- of a fleet
-				for _, text in ipairs(redis.call('HVALS', key)) do
-					local ends = string.match(text, '^%d+ %d+ %d+ %d+ %d+ (%d+)$')
-					if ends then last = math.max(last, ends - now) end
-				end
+			end
+			local fleet = redis.call('TYPE', key).ok == 'hash' and redis.call('HVALS', key) or {}
+			for _, text in ipairs(fleet) do
+				last = math.max(last, (string.match(text, '^%d+ %d+ %d+ %d+ %d+ (%d+)$') or 0) - now)
 			end
 			all[#all + 1] = {key, redis.call('PTTL', key), last}
 		end

@@ -412,6 +412,19 @@ func TestFleetSync_StateLost(t *testing.T) {
 	})
 }
 
+// Nobody ends before the next look: one that comes when the fleet has shrunk, and
+// beats have become shorter, brings it forward.
+func TestFleetSync_LooksInTime(t *testing.T) {
+	s := newScriptTest(t)
+	s.play(100, 2000, []row{{0, "a", SyncRequest{Need: 80}, "80, 80/80, 1", ""}})
+	s.change(func(state map[string]int64) { state["sweep"] += 6_000_000 })
+	s.play(100, 2000, []row{
+		{1000 * ms, "b", SyncRequest{Need: 1}, "0, 80/80, 2", ""},
+		{2999 * ms, "c", SyncRequest{Need: 1}, "0, 80/80, 3", "not looked through yet"},
+		{3000 * ms, "c", SyncRequest{Held: 0, Need: 1}, "1, 1/80, 1", "b has ended, and a is seen to have"},
+	})
+}
+
 // What nobody can read is as good as lost, and heals.
 func TestFleetSync_StateUnreadable(t *testing.T) {
 	s := newScriptTest(t)
@@ -517,6 +530,18 @@ func TestFleetSync_ServerClockSteps(t *testing.T) {
 		{2000 * ms, "b", SyncRequest{Need: 40}, "40, 50/80, 2", ""},
 		{2 * hour, "a", SyncRequest{Sum: 50, Held: 10, Need: 30}, "30, 30/80, 1 warm", "ahead by two hours: all look dead"},
 		{2*hour + 1*ms, "b", SyncRequest{Sum: 50, Held: 40, Need: 50}, "50, 80/80, 2 warm", "but nobody gets what is theirs"},
+	})
+}
+
+// What is for a moment stays so, if the clock goes back by an hour in it.
+func TestFleetSync_MomentsEnd(t *testing.T) {
+	s := newScriptTest(t)
+	s.play(100, 2000, []row{
+		{time.Hour, "a", SyncRequest{Epoch: 1, Sum: 80, Held: 79, Need: 79}, "79, 79/80, 1 warm", ""},
+		{time.Hour, "c", SyncRequest{Need: 1}, "0, 79/80, 2 warm", "the last slot may be somebody's"},
+		{0, "a", SyncRequest{Held: 10, Need: 10}, "10>9, 10/80, 2 warm", ""},
+		{499 * ms, "a", SyncRequest{Held: 9, Need: 9}, "9, 9/80, 2 warm", "nobody is poor any more"},
+		{500 * ms, "a", SyncRequest{Held: 9, Need: 80}, "80, 80/80, 2", "nor is anything kept"},
 	})
 }
 

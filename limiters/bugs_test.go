@@ -156,6 +156,34 @@ func TestRedis_BugInCall(t *testing.T) {
 	}
 }
 
+// A bug while the commands are made of those who wait ends neither the process nor
+// their waiting, and the next pipeline leaves.
+func TestRedis_BugInPipeline(t *testing.T) {
+	bugs := reported(t)
+	srv := redistest.Start(t)
+	r := handRedis(t, redisAt(srv.Addr))
+	o := &r.single.outbox
+	checks := []Check{{Limit: rate(t, "rate", 1, time.Hour, 5, 1)}}
+	r.ask(in30s(), r.calls(time.Now(), checks, id("z"))) // it knows the script and the clock from now on
+	o.lag = time.Hour
+	srv.Stop()
+	var wg sync.WaitGroup
+	first, bad, good := r.calls(time.Now(), checks, id("a")), r.calls(time.Now(), checks, id("b")), r.calls(time.Now(), checks, id("c"))
+	bad[0].counts = []int{1} // releases, of which there are none
+	wg.Go(func() { r.ask(in30s(), first) })
+	awayIs(t, o, 1)
+	wg.Go(func() { r.ask(in30s(), bad) })
+	waitingIs(t, o, 1)
+	srv.Cont()
+	wg.Wait()
+	if got := bugs(); Reason(bad[0].err) != "panic" || !slices.Equal(got, []string{"script"}) {
+		t.Errorf("got %v and reports of %v, want a panic in script", bad[0].err, got)
+	}
+	if r.ask(in30s(), good); first[0].err != nil || good[0].err != nil {
+		t.Errorf("others: got %v and %v", first[0].err, good[0].err)
+	}
+}
+
 // A bug in what is told of an admission leaves no lease that is renewed for ever.
 func TestRedis_BugInObserve(t *testing.T) {
 	srv := redistest.Start(t)

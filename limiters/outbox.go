@@ -199,19 +199,18 @@ func (o *outbox) departLocked(client *redis.Client, now time.Time) {
 	l := o.pipelineLocked()
 	n, size := 0, 0
 	for _, p := range o.waiting {
-		if size += len(p.calls) + len(p.commands); n > 0 && size > maxPipeline {
-			break
-		}
-		n++
 		if !p.gone && !p.deadline.After(now) { // the timer has not come to it yet
 			p.leaveBehind(now)
 		}
-		if p.gone {
-			continue
+		if !p.gone { // else it takes no room: nobody would come for who is behind many that are
+			if size += len(p.calls) + len(p.commands); len(l.parcels) > 0 && size > maxPipeline {
+				break
+			}
+			if l.parcels = append(l.parcels, p); p.deadline.After(l.deadline) {
+				l.deadline = p.deadline
+			}
 		}
-		if l.parcels = append(l.parcels, p); p.deadline.After(l.deadline) {
-			l.deadline = p.deadline
-		}
+		n++
 	}
 	o.waiting = slices.Delete(o.waiting, 0, n)
 	if len(l.parcels) == 0 {
@@ -242,11 +241,12 @@ func (o *outbox) carry(client *redis.Client, l *pipeline) {
 		}
 	}
 	for _, a := range l.admits {
-		switch err := a.Err(); {
-		case bug != nil:
-		case err != nil:
+		if bug != nil {
+			break // they may not even have been made
+		}
+		if err := a.Err(); err != nil {
 			o.apart = o.apart || redis.HasErrorPrefix(err, "CROSSSLOT")
-		case len(a.Val()) > 0:
+		} else if len(a.Val()) > 0 {
 			o.clock.learn(l.sent, now, a.Val()[0])
 		}
 	}

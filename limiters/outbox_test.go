@@ -155,6 +155,32 @@ func TestOutbox_Deadlines(t *testing.T) {
 	}
 }
 
+// Who waits behind more callers that have left than a pipeline has room for leaves
+// with the next one all the same, though nobody else comes.
+func TestOutbox_BehindManyThatAreGone(t *testing.T) {
+	srv := redistest.Start(t)
+	client := redis.NewClient(&redis.Options{Addr: srv.Addr, ReadTimeout: patience, Protocol: 2})
+	t.Cleanup(func() { _ = client.Close() })
+	o := newOutbox()
+	o.lag = time.Hour
+	srv.Stop()
+	var here, gone sync.WaitGroup
+	here.Go(func() { o.send(client, in30s(), nil, incr(t, "n")) })
+	awayIs(t, o, 1)
+	for range maxPipeline + 1 {
+		gone.Go(func() { o.send(client, time.Now(), nil, incr(t, "n")) })
+	}
+	gone.Wait()
+	last := incr(t, "n")
+	here.Go(func() { o.send(client, in30s(), nil, last) })
+	waitingIs(t, o, maxPipeline+2)
+	srv.Cont()
+	here.Wait()
+	if err := last[0].Err(); err != nil {
+		t.Error(err)
+	}
+}
+
 // A pipeline that hangs for longer than the last one took lets others pass.
 func TestOutbox_HangingPipeline(t *testing.T) {
 	srv := redistest.Start(t)

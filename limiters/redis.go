@@ -6,6 +6,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/base64"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -158,10 +159,7 @@ func (r *Redis) Admit(ctx context.Context, asks []Ask) (adm Admission, failed er
 		deadline = d
 	}
 	few := someCalls.Get().(*fewCalls)
-	calls, todo := few.calls[:], few.todo[:]
-	if len(asks) > len(calls) {
-		calls, todo = make([]admitCall, len(asks)), make([]*admitCall, len(asks))
-	}
+	calls, todo := slices.Grow(few.calls[:0], len(asks))[:len(asks)], slices.Grow(few.todo[:0], len(asks))[:len(asks)]
 	for i, ask := range asks {
 		todo[i] = &calls[i]
 		r.prepare(todo[i], start, ask)

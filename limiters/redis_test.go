@@ -267,6 +267,14 @@ func TestRedis_EveryACLRuleIsNeeded(t *testing.T) {
 	}
 }
 
+// Who asks nothing is told at once that nothing denies, as Memory does.
+func TestRedis_NothingToAsk(t *testing.T) {
+	r := handRedis(t, redisAt("127.0.0.1:1"))
+	if adm, err := r.Admit(t.Context(), nil); err != nil || !adm.Allowed {
+		t.Errorf("got %+v, %v", adm, err)
+	}
+}
+
 // Without its client nobody waits for the answer, but what was taken must be known.
 func TestRedis_ClientGoesAway(t *testing.T) {
 	srv := redistest.Start(t)

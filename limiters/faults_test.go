@@ -329,6 +329,31 @@ func TestRedis_ServerRefuses(t *testing.T) {
 	}
 }
 
+// A server that may not write, but is asked by one who is denied anyway, has not
+// released what it was told to on the way.
+func TestRedis_ServerRefusesToRelease(t *testing.T) {
+	srv := redistest.Start(t)
+	rdb := srv.Client()
+	r := handRedis(t, redisAt(srv.Addr))
+	bucket, two := rate(t, "rate", 1, time.Hour, 1, 1), concurrency(t, "two", 2, time.Hour)
+	held, err := r.Admit(t.Context(), ask("a", bucket, two))
+	if err != nil {
+		t.Fatal(err)
+	}
+	rdb.ConfigSet(t.Context(), "min-replicas-to-write", "1")
+	r.Release(held)
+	if adm, err := r.Admit(t.Context(), ask("a", bucket, two)); Reason(err) != "readonly" || !adm.Allowed {
+		t.Errorf("got %v, %v, want the reason readonly and the request to pass", briefly(adm.Results), err)
+	}
+	rdb.ConfigSet(t.Context(), "min-replicas-to-write", "0")
+	if err := r.flush(time.Now().Add(patience), true); err != nil {
+		t.Error(err)
+	}
+	if got := leasesOf(t, srv, "a", two); got != 0 {
+		t.Errorf("%d leases are left", got)
+	}
+}
+
 // A reply that makes no sense is an error. What it took, if anything, is unknown.
 func TestRedis_RepliesOfAnotherShape(t *testing.T) {
 	r := handRedis(t, redisAt("127.0.0.1:1"))

@@ -89,7 +89,9 @@ for key = 0, #KEYS - 1, limits do -- the one before the identity's first
   for i = buckets + 1, limits do
     local ended = ARGV[arg + 1] + 0
     if not failed then
-      if ended > 0 then try('ZREM', KEYS[key + i], unpack(ARGV, arg + 2, arg + 1 + ended)) end
+      local removed = ended > 0 and try('ZREM', KEYS[key + i], unpack(ARGV, arg + 2, arg + 1 + ended))
+      -- One who is denied writes nothing else that would fail, and they would be forgotten.
+      if type(removed) == 'table' and not match(removed.err, '^WRONGTYPE') then return removed end
       local live = try('ZCOUNT', KEYS[key + i], from, '+inf')
       if type(live) == 'table' then
         if not match(live.err, '^WRONGTYPE') then return live end

@@ -38,6 +38,7 @@ var setups = []setup{
 	{name: "rate", about: "Redis, rate", redis: true, app: onRedis, handler: limited(rateLimit)},
 	{name: "both", about: "Redis, rate + concurrency", redis: true, app: onRedis, handler: limited(rateLimit, concurrency)},
 	{name: "four", about: "Redis, all four", redis: true, app: onRedis, handler: limited(rateLimit, concurrency, shedders)},
+	{name: "waiting", about: "a PING to Redis, shared by all who wait", redis: true, handler: "load_waiting REDIS"},
 	{name: "sample", about: "the sample's way, rate + concurrency", redis: true, handler: "load_sample REDIS"},
 	{name: "sample3", about: "the sample's way, and its fleet", redis: true, handler: "load_sample REDIS fleet"},
 	{name: "abuser", about: "Redis, all four, 9 of 10 by one abuser", redis: true, app: onRedis, handler: limited(tight, concurrency, shedders)},
@@ -68,6 +69,7 @@ persist_config off
 default_bind 127.0.0.1
 grace_period 1s
 order load_sample before respond
+order load_waiting before respond
 order load_respond before respond
 log {
 level ERROR
@@ -131,15 +133,15 @@ func scenarios() (all []scenario) {
 			all = append(all, scenario{name, answer, protocol, keys, rate})
 		}
 	}
-	add("respond", "h1", "uniform", 0, bare, "memory", "rate", "both", "four", "sample", "sample3")
-	add("proxy", "h1", "uniform", 0, bare, "memory", "rate", "both", "four", "sample")
+	add("respond", "h1", "uniform", 0, bare, "memory", "waiting", "rate", "both", "four", "sample", "sample3")
+	add("proxy", "h1", "uniform", 0, bare, "memory", "waiting", "rate", "both", "four", "sample")
 	add("respond", "h1", "hot", 0, bareFlood, "flood")
 	add("respond", "h1", "zipf", 0, "four")
 	add("respond", "h1", "hot", 0, "four")
 	add("respond", "h1", "abuser", 0, "abuser")
 	add("respond", "h2", "uniform", 0, bare, "memory", "four", "sample")
 	add("proxy", "h2", "uniform", 0, bare, "four")
-	add("respond", "h1", "uniform", openRate, bare, "memory", "four", "sample")
+	add("respond", "h1", "uniform", openRate, bare, "memory", "waiting", "four", "sample")
 	add("proxy", "h1", "uniform", openRate, bare, "memory", "four", "sample")
 	return all
 }

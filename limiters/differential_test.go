@@ -132,6 +132,9 @@ func (d *differential) manyLimits() (limits []*Limit) {
 				capacity := 1 + d.rng.Int64N(6)
 				perSecond := 1 + d.rng.Int64N(20)
 				n := max(1, perSecond*int64(period/time.Millisecond)/1000)
+				if d.rng.IntN(4) == 0 { // as many units as are exact
+					capacity = maxExact / rate(d.t, name, n, period, 1, 1).periodTicks
+				}
 				limits = append(limits, rate(d.t, name, n, period, capacity, 1+d.rng.Int64N(capacity)))
 			}
 			length := time.Duration(1+d.rng.IntN(20)) * time.Second
@@ -169,9 +172,9 @@ func (d *differential) admit() string {
 		}
 	}
 	slices.SortStableFunc(checks, func(x, y Check) int { return int(x.Limit.Kind) - int(y.Limit.Kind) })
-	var who []Identity // all in one command
-	for _, i := range d.rng.Perm(len(d.identities))[:1+d.rng.IntN(len(d.identities))] {
-		who = append(who, d.identities[i])
+	var who []Identity // all in one command, and some more than once
+	for range 1 + d.rng.IntN(4) {
+		who = append(who, d.identities[d.rng.IntN(len(d.identities))])
 	}
 
 	local := time.Now()

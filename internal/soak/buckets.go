@@ -144,7 +144,7 @@ func (h *History) checkDenied(l *limiters.Limit, decisions []Decision) (complain
 	for _, calm := range h.calm() {
 		b := newBucket(l)
 		began, next := false, 0
-		unjust, worst := 0, ""
+		unjust, first, last := 0, "", ""
 		for _, d := range decided {
 			if d.Sent < calm.From || d.Received > calm.To {
 				continue
@@ -162,11 +162,13 @@ func (h *History) checkDenied(l *limiters.Limit, decisions []Decision) (complain
 			taken := upTo(sent, d.Received) - int64(next)
 			if left := b.level - taken*b.cost; d.Outcome == limiters.Denied && left >= b.cost+2*b.refill {
 				unjust++
-				worst = fmt.Sprintf("the last one at %d to %d µs, when %d tokens or more were left", d.Sent, d.Received, left/l.Period.Microseconds())
+				last = fmt.Sprintf("by instance %d at %d to %d µs, when %d tokens or more were left", d.Instance, d.Sent, d.Received, left/l.Period.Microseconds())
+				first = cmp.Or(first, last)
 			}
 		}
 		if unjust > 0 {
-			complaints = append(complaints, fmt.Sprintf("rate %s, identity %d: %d denials that cannot be just, %s", l.Name, decisions[0].Identity, unjust, worst))
+			complaints = append(complaints, fmt.Sprintf("rate %s, identity %d: %d denials that cannot be just, the first one %s, the last one %s",
+				l.Name, decisions[0].Identity, unjust, first, last))
 		}
 	}
 	return complaints

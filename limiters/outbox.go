@@ -45,8 +45,7 @@ type outbox struct {
 
 	mu      sync.Mutex // guards below
 	waiting []*parcel
-	away    []*pipeline // under way
-	left    time.Time   // when the last of them left
+	away    []*pipeline // under way, in the order of their leaving
 	lag     time.Duration
 	spare   *pipeline
 	apart   bool // calls are: the server is one of a Cluster, though nobody said so
@@ -170,9 +169,11 @@ func (p *parcel) leaveBehind(now time.Time) {
 	p.landed <- struct{}{}
 }
 
-// readyLocked reports whether a pipeline may leave now.
+// readyLocked reports whether a pipeline may leave now. The one that left last of all
+// may have come back already, before others that hang.
 func (o *outbox) readyLocked(now time.Time) bool {
-	return len(o.away) == 0 || now.Sub(o.left) >= o.lag
+	last := len(o.away) - 1
+	return last < 0 || now.Sub(o.away[last].sent) >= o.lag
 }
 
 func (o *outbox) pipelineLocked() *pipeline {
@@ -191,7 +192,7 @@ func (o *outbox) leaveLocked(l *pipeline, now time.Time) {
 			l.cmds = append(l.cmds, c.Cmder)
 		}
 	}
-	o.away, o.left = append(o.away, l), now
+	o.away = append(o.away, l)
 }
 
 // departLocked sends what waits on its way, as far as anybody still waits for it.

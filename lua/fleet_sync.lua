@@ -104,8 +104,8 @@ else
   claims, all_in_flight, all_critical, all_workers, instances =
     claims + 0, all_in_flight + 0, all_critical + 0, all_workers + 0, instances + 0
 end
-local function beat() return max(250000, instances * 1000) end -- us
-local function hold() return max(10000, instances * 1000) end -- us
+local function beat() return max(250000, instances * 1500) end -- us
+local function hold() return max(10000, instances * 1500) end -- us
 
 -- Instances that have ended are dropped and the totals rebuilt when one may have
 -- ended, at most four times a beat. If the clock was set back, no end may be later

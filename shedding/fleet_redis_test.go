@@ -552,14 +552,14 @@ func TestFleetSync_BeatAndHold(t *testing.T) {
 	for i := range 400 {
 		r := s.do(SyncRequest{Instance: id(fmt.Sprint(i)), Sequence: 1, Capacity: 100})
 		n := time.Duration(i + 1)
-		if want := max(250*ms, n*ms); r.Beat != want {
+		if want := max(250*ms, n*ms*3/2); r.Beat != want {
 			t.Fatalf("%d instances: beat %v, want %v", n, r.Beat, want)
 		}
-		if want := max(10*ms, n*ms); r.Hold != want {
+		if want := max(10*ms, n*ms*3/2); r.Hold != want {
 			t.Fatalf("%d instances: hold %v, want %v", n, r.Hold, want)
 		}
 	}
-	want := fmt.Sprint("1 0 0 0 0 ", s.start.Add(3200*ms).UnixMicro())
+	want := fmt.Sprint("1 0 0 0 0 ", s.start.Add(4800*ms).UnixMicro())
 	if got := s.rdb.HGet(t.Context(), fleetKey, id("399")).Val(); got != want {
 		t.Errorf("the last one is %q, want %q: eight of its beats from now", got, want)
 	}

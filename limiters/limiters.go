@@ -272,7 +272,8 @@ type Store interface {
 	// Admit decides the asks of one request, in one round trip. Where one
 	// identity is denied, leases taken for the others are given back (tokens
 	// are not). The error tells that the store failed for at least one
-	// identity; the Admission is valid all the same.
+	// identity; the Admission is valid all the same. The asks must not be changed
+	// any more, whatever is done with the Admission.
 	Admit(ctx context.Context, asks []Ask) (Admission, error)
 
 	// Release gives back the leases of an admission. It never blocks on the

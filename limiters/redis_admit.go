@@ -119,7 +119,8 @@ func (c *admitCall) mayHaveRun() bool { return !c.sent.IsZero() && mayHaveRun(c.
 type admitCommand struct {
 	scriptCmd
 	calls   []*admitCall
-	numbers [2]int // of keys and of identities
+	numbers [2]int          // of keys and of identities
+	told    map[*lease]bool // see first
 }
 
 // alike reports whether two calls may be in one command.
@@ -133,11 +134,26 @@ func (a *admitCommand) add(c *admitCall) {
 	a.calls = append(a.calls, c)
 }
 
+// first reports whether nobody has told of a lease before that it has ended. Of one
+// identity there may be many calls, each of which knows nearly all of them, but the
+// script needs to be told once.
+func (a *admitCommand) first(l *lease) bool {
+	if a.told[l] {
+		return false
+	}
+	if a.told == nil {
+		a.told = map[*lease]bool{}
+	}
+	a.told[l] = true
+	return true
+}
+
 // compose makes the command, whose arguments are put into the room. Pointers and
 // small integers among them are no allocations.
 func (a *admitCommand) compose(ctx context.Context, room []any) []any {
 	first := a.calls[0]
 	checks := first.ask.Checks
+	clear(a.told)
 	a.numbers = [2]int{len(a.calls) * len(checks), len(a.calls)}
 	args := append(room[:0], "evalsha", admitScript.hash, &a.numbers[0])
 	if first.whole {
@@ -161,10 +177,14 @@ func (a *admitCommand) compose(ctx context.Context, room []any) []any {
 		args = append(args, &c.deadline)
 		ended := c.ended
 		for i, n := range c.counts {
-			args = append(args, &c.members[i], n)
+			args = append(args, &c.members[i], nil)
+			count := len(args) - 1
 			for _, l := range ended[:n] {
-				args = append(args, &l.name)
+				if n == 1 && len(a.told) == 0 || a.first(l) { // most know of one, and no other does
+					args = append(args, &l.name)
+				}
 			}
+			args[count] = len(args) - count - 1
 			ended = ended[n:]
 		}
 	}

@@ -148,6 +148,46 @@ func TestAdmitScript_EachForItself(t *testing.T) {
 	}
 }
 
+// Calls about one identity in one command tell of each lease once that it has ended,
+// and the script releases it for all of them, even if the one that tells is too late.
+func TestAdmitScript_ToldOnce(t *testing.T) {
+	srv := redistest.Start(t)
+	r := handRedis(t, redisAt(srv.Addr))
+	rdb := srv.Client()
+	checks := []Check{{Limit: concurrency(t, "four", 4, 10*time.Second)}}
+	var held []Admission
+	for range 4 {
+		adm, err := r.Admit(t.Context(), []Ask{{id("a"), checks}})
+		if err != nil || !adm.Allowed {
+			t.Fatal(adm, err)
+		}
+		held = append(held, adm)
+	}
+	for _, adm := range held[:3] {
+		r.Release(adm)
+	}
+	calls := r.calls(time.Now(), checks, id("a"), id("a"), id("a"))
+	args := compose(t, maxExact, calls...)
+	told := 0
+	for i, arg := range args {
+		if arg == calls[0].members[0] {
+			args[i-1] = 1 // the deadline
+		}
+		for _, adm := range held[:3] {
+			if arg == adm.leases[0].name {
+				told++
+			}
+		}
+	}
+	if sum := len(calls[0].ended) + len(calls[1].ended) + len(calls[2].ended); told != 3 || sum <= 3 {
+		t.Errorf("%d leases are told of, want each of 3 once; the calls have %d", told, sum)
+	}
+	reply, err := rdb.Do(t.Context(), append([]any{"eval", lua.Admit}, args[argKeys:]...)...).Int64Slice()
+	if want := []int64{replyLate, 0, replyAllowed, 2, replyAllowed, 3}; err != nil || !slices.Equal(reply[1:], want) {
+		t.Errorf("got %v, %v, want %v", reply[1:], err, want)
+	}
+}
+
 // The header of renew.lua says what Go sends and what comes back.
 func TestRenewScript_Header(t *testing.T) {
 	r := handRedis(t, redisAt(redistest.Start(t).Addr))

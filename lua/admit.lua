@@ -22,12 +22,13 @@
 --   ask[1] deadline      us of server time; from then on nothing is decided
 --   for each concurrency limit:
 --     turn[1] member     the lease to take, whose name ends with its length in us
---     turn[2] ended      how many leases of its key follow that have ended
+--     turn[2] ended      how many leases of its key follow that have ended, and go in
+--                        any case: later asks about the identity rely on it
 -- Returns integers:
 --   reply[1] now         us
 -- then for each identity and each of its keys:
 --   answer[1] outcome    0 denied, 1 allowed, 2 not evaluated; for all keys of an identity
---                        and with nothing written: 3 too late, 4 a key of another type
+--                        and with nothing taken: 3 too late, 4 a key of another type
 --   answer[2] level      units left, or leases live, after this request
 
 -- Half of its time is not that of the commands: a string in arithmetic is a number
@@ -88,10 +89,10 @@ for key = 0, #KEYS - 1, limits do -- the one before the identity's first
 
   for i = buckets + 1, limits do
     local ended = ARGV[arg + 1] + 0
+    local removed = ended > 0 and try('ZREM', KEYS[key + i], unpack(ARGV, arg + 2, arg + 1 + ended))
+    -- One who is denied writes nothing else that would fail, and they would be forgotten.
+    if type(removed) == 'table' and not match(removed.err, '^WRONGTYPE') then return removed end
     if not failed then
-      local removed = ended > 0 and try('ZREM', KEYS[key + i], unpack(ARGV, arg + 2, arg + 1 + ended))
-      -- One who is denied writes nothing else that would fail, and they would be forgotten.
-      if type(removed) == 'table' and not match(removed.err, '^WRONGTYPE') then return removed end
       local live = try('ZCOUNT', KEYS[key + i], from, '+inf')
       if type(live) == 'table' then
         if not match(live.err, '^WRONGTYPE') then return live end

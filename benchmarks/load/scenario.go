@@ -135,6 +135,7 @@ func scenarios() (all []scenario) {
 	}
 	add("respond", "h1", "uniform", 0, bare, "memory", "waiting", "rate", "both", "four", "sample", "sample3")
 	add("proxy", "h1", "uniform", 0, bare, "memory", "waiting", "rate", "both", "four", "sample")
+	add("proxy", "h1", "abuser", 0, "abuser")
 	add("respond", "h1", "hot", 0, bareFlood, "flood")
 	add("respond", "h1", "zipf", 0, "four")
 	add("respond", "h1", "hot", 0, "four")
